@@ -150,14 +150,12 @@ def build(
             )
         else:
             manifest = prefill.build(loaded, read(), root, chunk_tokens=chunk_size or 256, progress=progress, **made)
-    warnings = (
-        []
-        if manifest.positions >= USUAL_CHUNK
-        else [
+    warnings = []
+    if manifest.positions < USUAL_CHUNK:
+        warnings.append(
             f"{manifest.positions} positions fill no chunk of {USUAL_CHUNK} tokens, so a server with the default chunk size "
             "injects none of them and computes the document each time; serve it with a smaller --chunk-size"
-        ]
-    )
+        )
     warn(warnings)
     found = manifest.provenance.canary
     finish(

@@ -86,14 +86,15 @@ def validate(
     ):
         if is_wrong:
             raise SettingsError(why)
-    with ExitStack() as stack, bars() as progress:
+    with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cartridge-validate-")))
-        if url is None:
-            context = _started(stack, scratch, model, chosen, chunk_size, shlex.split(vllm))
-        else:
-            names = [each for each in cartridges.split(",") if each]
-            context = _running(stack, url, server_model, model, names, chunk_size, progress)
-        context.measure(progress)
+        with bars() as progress:
+            if url is None:
+                context = _started(stack, scratch, model, chosen, chunk_size, shlex.split(vllm))
+            else:
+                names = [each for each in cartridges.split(",") if each]
+                context = _running(stack, url, server_model, model, names, chunk_size, progress)
+            context.measure(progress)
         rows = suite.Suite(context, wanted, modes=chosen, say=say).run()
         if any(row.result == suite.FAIL for row in rows):
             _keep_logs(scratch)
@@ -190,14 +191,16 @@ def _static() -> str:
 
 
 def _tell(context: Context, rows: list[Row], status: int) -> int:
+    from ..validate.suite import FAIL, NOT_CHECKED, PASS
+
     count = Counter(row.result for row in rows)
     lines = [f"{row.result:11}  {row.tier:6}  {row.what}: {row.found} ({row.seconds:.1f} s)" for row in rows]
-    if status and not count["FAIL"]:
+    if status and not count[FAIL]:
         lines.append(
             "not passed: what was asked for was not all checked; --allow-unchecked lets that pass where serving was"
         )
     lines.append(
-        f"{count['pass']} passed, {count['FAIL']} failed, {count['NOT CHECKED']} not checked; "
+        f"{count[PASS]} passed, {count[FAIL]} failed, {count[NOT_CHECKED]} not checked; "
         f"{sum(row.seconds for row in rows):.0f} s"
     )
     result = {"server": context.client.url, "model": context.client.model, "passed": status == 0,

@@ -69,8 +69,8 @@ class Follower:
         self._last, self._told_s = -1, 0.0
         """The number of the last batch, and when it was published: an earlier one that is younger is of another process."""
         self._checked = -1, 0.0
-        """The same of the last batch that was compared with the server's buffer. Another process there has another time, or
-        not so many, even where its clock is behind and its numbers go on where those before it ended."""
+        """Number and time of the last batch that was compared with the server's buffer. By it another process is told: its
+        batch of this number is of another time, or is not there."""
 
     async def follow(self) -> None:
         """Follow until cancelled; what was told is forgotten then."""

@@ -24,8 +24,10 @@ _PASSED = ("authorization", "x-cartridges", "x-api-key")
 _PROBE = 5
 """A token id of every model, as a prompt to put cartridges before."""
 _LATER = (408, 425, 429)
-_MOST_KEPT = 1024
-"""How many requests' tokens are remembered, of 4 bytes each."""
+_MAX_KEPT_TOKENS = 16 << 20
+"""How many tokens of requests are remembered, of 4 bytes."""
+_ENTRY_TOKENS = 256
+"""What an entry counts beside its tokens."""
 _REFUSED_S = 1.0
 """How long a server's refusal is believed."""
 
@@ -68,8 +70,6 @@ class Renderer:
         key = msgspec.json.encode([naming, headers])
         kept = self._kept.setdefault(key, _Kept(NoTokens("")))
         self._kept.move_to_end(key)
-        if len(self._kept) > _MOST_KEPT:
-            self._kept.popitem(last=False)
         if kept.until < time.monotonic() and kept.asking is None:
             kept.asking = asyncio.create_task(self._refresh(kept, naming, headers, pods))
         if kept.asking is not None and isinstance(kept.found, NoTokens):
@@ -88,6 +88,8 @@ class Renderer:
                 kept.found = NoTokens("no server answers what a request's tokens are")
         finally:
             kept.asking = None
+        while sum(map(_size, self._kept.values())) > _MAX_KEPT_TOKENS:
+            self._kept.popitem(last=False)
 
     async def _ask(
         self, body: dict[str, Any], headers: dict[str, str], pods: Sequence[Pod]
@@ -109,3 +111,7 @@ class Renderer:
             if 400 <= status < 500 and status not in _LATER:
                 return NoTokens(f"{pod.name} answers {status}: {told[:300].decode(errors='replace')}")
         return None
+
+
+def _size(kept: _Kept) -> int:
+    return _ENTRY_TOKENS + (len(kept.found.ids) if isinstance(kept.found, Tokens) else 0)

@@ -25,6 +25,7 @@ PREFIX = "/envoy"
 LIMITS: dict[str, Any] = {"max_line_size": 1 << 16, "max_field_size": 1 << 16}
 """Of the web server's, so that it reads whatever Envoy does: 60 KiB of headers. Else it would answer 400."""
 MAX_BODY_BYTES = 64 << 20
+_CUT = "x-envoy-auth-partial-body"
 _TIMEOUT_MS = "x-envoy-expected-rq-timeout-ms"
 _IN_TIME = 0.8
 """Of Envoy's timeout. A picker that exceeds it counts as one that hangs, and is left alone."""
@@ -103,13 +104,13 @@ def route(pick: Picker) -> web.RouteDef:
 async def destination(pick: Picker, headers: Mapping[str, str], body: bytes) -> str | None:
     """Return the addresses of the server for a request, or None if none can be named. Never raises.
 
-    A body that Envoy has cut is no JSON: then the headers alone decide. Ends before Envoy would give up, if it said when.
+    A body that Envoy has cut is not read: then the headers alone decide. Ends before Envoy would give up, if it said when.
     """
     given = headers.get(_TIMEOUT_MS, "")
     limit_s = int(given) / 1000 * _IN_TIME if given.isdecimal() and given.isascii() else None
     try:
         async with asyncio.timeout(limit_s):
-            return (await pick(headers, body)).pod.resolved
+            return (await pick(headers, b"" if headers.get(_CUT) == "true" else body)).pod.resolved
     except (CartridgeError, TimeoutError) as error:
         logger.debug("no server is picked: %s", error or "not in time")
     except Exception:

@@ -85,8 +85,7 @@ def test_three(context: Context, tell: Tell) -> None:
 def test_cross(context: Context, tell: Tell) -> None:
     """Ask one cartridge about another's document: the answers are those of its own dense prompt, not of the other's."""
     found, nearest = [], float("inf")
-    context.several(2)
-    held = context.held[:3]
+    held = context.several(2)
     for one, other in zip(held, [*held[1:], held[0]], strict=True):
         for question in context.some(other, 3):
             bound, others = context.bound(one, question), context.dense(other, question)

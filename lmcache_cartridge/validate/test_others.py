@@ -98,14 +98,9 @@ def test_second_model(context: Context, tell: Tell) -> None:
 
 
 def _short(there: Context, tell: Tell) -> None:
-    """Make the telling checks on another server with the same cartridges."""
-    for name, check in {
-        "ten": answers.test_ten, "crosswise": answers.test_cross, "chains": known.test_chains, "trained": known.test_trained
-    }.items():  # fmt: skip
-        try:
-            check(there, lambda found: tell(f"{name}: {found}"))  # noqa: B023 - called before the next turn
-        except pytest.skip.Exception as reason:
-            tell(f"{name}: NOT CHECKED, {reason.msg}")
+    """Make the telling checks on another server with the same cartridges; what one cannot try is no pass of the row."""
+    for check in (answers.test_ten, answers.test_cross, known.test_chains, known.test_trained):
+        check(there, lambda found: tell(f"{check.__name__}: {found}"))  # noqa: B023 - called before the next turn
 
 
 def _own(context: Context) -> OwnServer:

@@ -301,6 +301,13 @@ async def test_what_cannot_be_named_is_left_out(
     assert bool([record for record in caplog.records if record.levelname == "ERROR"]) == is_a_fault
 
 
+async def test_a_body_that_envoy_cut_is_not_read() -> None:
+    picker = Says("10.0.0.5:8000")
+    headers = {"x-envoy-auth-partial-body": "true", "x-cartridges": "a"}
+    assert await destination(picker.pick, headers, b'{"model": "m') == "10.0.0.5:8000"
+    assert picker.asked == [(headers, b"")]
+
+
 async def test_a_pick_that_takes_too_long_is_given_up_before_envoy_does() -> None:
     async def pick(headers: Any, body: bytes) -> Any:
         await asyncio.sleep(60 if body else 0)

@@ -374,7 +374,7 @@ def test_the_shipped_configuration_is_read() -> None:
 
 
 async def test_remembered_tokens_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmcache_cartridge.fleet.tokens._MOST_KEPT", 2)
+    monkeypatch.setattr("lmcache_cartridge.fleet.tokens._MAX_KEPT_TOKENS", 800)
     async with running(tmp_path, 1) as fleet:
         await fleet.known()
         (pod,) = fleet.pods.values()

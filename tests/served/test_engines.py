@@ -72,7 +72,16 @@ def test_the_demo_command_answers_from_the_cartridge_and_computes_only_the_rest(
 PARALLEL = SMALL | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_SERVER_DEV_MODE": "1"}
 
 
-def _ask_for_what_was_saved(client: Client, model: CausalModel) -> None:
+def assert_documents_are_injected(client: Client, model: CausalModel) -> None:
+    """Ask prompts that carry a document, and compare each with the same one computed."""
+    for prompt, answer in _prompts(model, 4):
+        reply = client.ask(prompt)
+        assert reply.cached_tokens == 1024
+        assert reply.text.strip() == answer
+        assert difference(reply, client.computed(prompt)) < NOISE
+
+
+def ask_for_what_was_saved(client: Client, model: CausalModel) -> None:
     """Have what follows a cartridge computed, and read back from LMCache by every rank, once vLLM has forgotten it."""
     first, between = (model.encode(load_sheet(name).text, special=name == "ward-a") for name in ("ward-a", "ward-b"))
     for question in load_sheet("ward-a").questions[4:6]:
@@ -99,12 +108,8 @@ def test_each_tensor_parallel_rank_injects_its_own_heads(
             assert body["choices"][0]["text"].strip() == question.answer
             assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == 1024
         assert_injected_to_its_end(client, model)
-        for prompt, answer in _prompts(model, 4):
-            reply = client.ask(prompt)
-            assert reply.cached_tokens == 1024
-            assert reply.text.strip() == answer
-            assert difference(reply, client.computed(prompt)) < NOISE
-        _ask_for_what_was_saved(client, model)
+        assert_documents_are_injected(client, model)
+        ask_for_what_was_saved(client, model)
 
 
 def test_offline_inference_takes_cartridges_that_the_engine_answers_right_from(

@@ -285,7 +285,11 @@ def test_a_model_whose_answers_do_not_depend_on_the_document_is_not_checked(
         deaf = Context(client, existing(client, []))
         deaf.measure()
         result, found = made(deaf, "0")
-    assert (result, "cannot tell" in found) == (NOT_CHECKED, True)
+        assert (result, "cannot tell" in found) == (NOT_CHECKED, True)
+        other = SimpleNamespace(start=str, stop=str, client=lambda: Server(stub.url))
+        deaf.own = SimpleNamespace(stop=str, variant=lambda **_: other)
+        result, found = made(deaf, "the other mode", other="multiprocess")
+    assert (result, "cannot tell" in found) == (NOT_CHECKED, True), "nor is it a pass on another server"
 
 
 class Life:

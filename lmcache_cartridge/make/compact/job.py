@@ -71,8 +71,8 @@ def make(
     """Compact the canonical `kv` of the document `ids` for `wanted.questions`; `say` is told the seconds of each step.
 
     It is refined where `validation` questions are answered no worse so, and they are all that says so: without any it is
-    not. Where p has room, and all of them are right as it is, that is not tried. Raises `CartridgeError` unless p is below the document's length, and `UnsupportedModel` for a model whose
-    attention or positions are not understood.
+    not. Where p has room, and all of them are right as it is, that is not tried. Raises `CartridgeError` unless p is below
+    the document's length, and `UnsupportedModel` for a model whose attention or positions are not understood.
     """
     model.need_values("compact")
     tokens, took = len(ids), 0.0
