@@ -84,28 +84,3 @@ def test_where_every_copy_is_damaged_it_is_refused_until_one_is_sound(home: Home
     fresh = copies.open()
     until(lambda: fresh.lookup(copies.prompt.hashes, digest) == 4)
     assert fresh.refused() == {}
-
-
-@last
-def test_the_damaged_copy_may_go_and_the_sound_one_stays(home: Home, copy: str) -> None:
-    copies = Copies(home, copy, "prefill")
-    store = copies.open()
-    assert_served(store, copies.made, copies.prompt)
-    home.registry.remove(copy)
-    store.refresh()
-    store.evict(copies.made.manifest.digest)
-    assert_served(store, copies.made, copies.prompt)
-
-
-@last
-@pytest.mark.parametrize("is_copy", [True, False])
-def test_of_two_sound_ones_either_may_go_with_its_files(home: Home, copy: str, is_copy: bool) -> None:
-    copies = Copies(home, copy, "prefill")
-    copies.flip(copy)
-    gone = copy if is_copy else "m"
-    store = copies.open()
-    home.registry.remove(gone)
-    home.payload(gone).unlink()
-    store.refresh()
-    assert store.lookup(copies.prompt.hashes) == 4
-    assert Quarantine(home.path / "quarantine").notes() == {}

@@ -81,10 +81,12 @@ def remote(s3_credentials: S3Server, bucket: str, tmp_path: Path) -> Iterator[_R
 
 
 @both
-def test_a_copy_holds_manifest_and_ids_but_no_payload(remote: _Remote) -> None:
+def test_a_copy_is_private_and_holds_manifest_and_ids_but_no_payload(remote: _Remote) -> None:
     made = remote.put()
     copy = remote.cache().fetch(remote.location)
     assert sorted(files_under(copy)) == [MANIFEST, "token_ids.npy"]
+    for path in [remote.directory, *remote.directory.rglob("*")]:
+        assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path
     manifest = load_manifest(copy, made.manifest.digest, payload=False)
     assert manifest == made.manifest
     assert np.array_equal(
@@ -92,13 +94,6 @@ def test_a_copy_holds_manifest_and_ids_but_no_payload(remote: _Remote) -> None:
     )
     with pytest.raises(TruncatedPayload):
         load_manifest(copy)
-
-
-def test_a_copy_is_private(remote: _Remote) -> None:
-    remote.put()
-    remote.cache().fetch(remote.location)
-    for path in [remote.directory, *remote.directory.rglob("*")]:
-        assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path
 
 
 @both
@@ -143,18 +138,6 @@ def test_a_damaged_copy_is_made_again_by_the_next_process(remote: _Remote, file:
         (copy / MANIFEST).unlink()  # ids are not looked at as long as the manifest is sound
     assert remote.cache().fetch(remote.location) == copy
     assert load_token_ids(load_manifest(copy, made.manifest.digest, payload=False), copy) is not None
-
-
-def test_a_directory_that_was_deleted_under_us_is_made_again(remote: _Remote) -> None:
-    import shutil
-
-    remote.put()
-    cache = remote.cache()
-    copy = cache.fetch(remote.location)
-    shutil.rmtree(remote.directory)
-    remote.directory.mkdir()
-    assert cache.fetch(remote.location) == copy
-    assert load_manifest(copy, payload=False)
 
 
 def test_without_s3_the_known_copy_stands_in_and_is_warned_of_once(
@@ -203,12 +186,6 @@ def test_a_slow_s3_holds_up_one_who_asks_and_no_other(remote: _Remote) -> None:
     asking.join(30)
     assert not asking.is_alive()
     patient.close()
-
-
-def test_without_s3_and_copy_it_is_an_error(remote: _Remote) -> None:
-    remote.proxy.always = reset
-    with pytest.raises(SourceError):
-        remote.cache().fetch(remote.location)
 
 
 @pytest.mark.parametrize(("code", "kind"), [(404, SourceNotFound), (403, SourceDenied)])
@@ -301,32 +278,6 @@ def test_copies_that_nobody_asks_for_are_removed_after_a_month(remote: _Remote) 
     assert load_manifest(cache.fetch(remote.location), payload=False)
 
 
-def test_what_a_replaced_artefact_left_is_removed_after_a_month(remote: _Remote) -> None:
-    remote.put(seed=1)
-    cache = remote.cache(max_age_s=0.0)
-    old = cache.fetch(remote.location)
-    remote.put(seed=2)
-    new = cache.fetch(remote.location)
-    cache.prune(())
-    assert old.is_dir()
-    for at_s, path in enumerate((old, new)):
-        os.utime(path, (at_s, at_s))
-    cache.prune((remote.location,))
-    assert (old.is_dir(), new.is_dir(), cache.known(remote.location)) == (False, True, new)
-
-
-def test_pruning_takes_nothing_that_is_not_understood_and_never_raises(remote: _Remote) -> None:
-    remote.cache().prune(())
-    remote.put()
-    cache = remote.cache()
-    copy = cache.fetch(remote.location)
-    strange = copy.parent / "strange.json"
-    strange.write_text("[]")
-    os.utime(strange, (0, 0))
-    cache.prune(())
-    assert strange.exists() and cache.known(remote.location) == copy
-
-
 def test_locations_beyond_a_bound_are_looked_up_again(remote: _Remote, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lmcache_cartridge.library.manifest_cache._MAX_ENTRIES", 3)
     remote.put()
@@ -336,29 +287,6 @@ def test_locations_beyond_a_bound_are_looked_up_again(remote: _Remote, monkeypat
         for number in range(others):
             assert cache.known(f"s3://bucket/{number}") is None
         assert (cache.known(remote.location, None) is not None, cache.known(remote.location)) == (fresh, copy)
-
-
-def test_a_cache_that_nobody_asks_touches_nothing(remote: _Remote) -> None:
-    remote.put()
-    cache = remote.cache()
-    assert cache.known(remote.location) is None
-    assert cache.known(remote.location, None) is None
-    assert not remote.directory.exists()
-    assert remote.requests() == 0
-
-
-def test_a_copy_is_known_without_asking_and_fresh_for_its_time(remote: _Remote) -> None:
-    remote.put()
-    copy = remote.cache().fetch(remote.location)
-    remote.requests()
-    later = remote.cache()  # of a process that started just now
-    assert later.known(remote.location) == copy
-    assert later.known(remote.location, None) is None
-    assert later.fetch(remote.location) == copy
-    assert remote.requests() == 1
-    assert later.known(remote.location, None)
-    assert later.fetch(remote.location) == copy
-    assert remote.requests() == 0
 
 
 def _huge_text(fingerprint: Fingerprint, positions: int) -> bytes:

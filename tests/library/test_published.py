@@ -20,14 +20,12 @@ import pytest
 from faulty_proxy import FaultyProxy, status
 from making import files_under, make_artifact
 from s3 import both
-from waiting import Clock, run_threads, until
+from waiting import run_threads
 
 from lmcache_cartridge.artifact import reading
 from lmcache_cartridge.artifact.bytesource import SmallFile
 from lmcache_cartridge.errors import (
     CartridgeError,
-    CartridgeExists,
-    CartridgeNotFound,
     RegistryError,
     SettingsError,
     SourceDenied,
@@ -45,7 +43,6 @@ from lmcache_cartridge.sources.sources import Sources
 from lmcache_cartridge.sources.writers import DirectoryWriter, S3Writer
 
 EVERYWHERE = pytest.mark.parametrize("s3_kind", ["directory", "moto"])
-ROUNDS = 50
 
 
 class Writer:
@@ -234,47 +231,6 @@ def test_of_two_changes_at_once_one_is_lost_only_without_the_condition(where: Wh
     assert len(names(reader)) == (1 if blind else 2)
 
 
-@EVERYWHERE
-def test_of_two_publishers_of_one_version_one_wins_and_the_other_is_told(where: Where) -> None:
-    machines = [where.machine(str(number)) for number in range(2)]
-    roots = [[made(where.tmp_path / f"{n}-{v}", version=v + 1, seed=n) for n in range(2)] for v in range(ROUNDS)]
-    for machine in machines:
-        machine.begin()
-    winners: list[list[int]] = []
-    for pair in roots:
-        won: list[int] = []
-        gate = threading.Barrier(2)
-        for machine in machines:
-            machine._writer.gate = gate
-
-        def publish(number: int, pair: list[Path] = pair, won: list[int] = won) -> None:
-            try:
-                add(machines[number], pair[number])
-            except CartridgeExists as error:
-                assert "other content" in str(error)
-            else:
-                won.append(number)
-
-        run_threads(2, publish)
-        winners.append(won)
-    assert Counter(map(len, winners)) == {1: ROUNDS}
-    reader = where.machine("reader")
-    reader.follow()
-    for version, (won,) in enumerate(winners, 1):
-        assert reader.find(f"doc@{version}").digest == reading.load_manifest(roots[version - 1][won]).digest
-
-
-@EVERYWHERE
-def test_publishers_of_different_names_all_land(where: Where) -> None:
-    machines = [where.machine(str(number)) for number in range(4)]
-    roots = [made(where.tmp_path / f"r{n}", f"name-{n}", seed=n) for n in range(12)]
-    run_threads(4, lambda n: [add(machines[n], root) for root in roots[n::4]], timeout_s=120)
-    for reader in (*machines, where.machine("reader")):
-        reader.follow()
-        assert sorted(names(reader)) == sorted(f"name-{n}@1" for n in range(12))
-        assert reader.following().position == 12
-
-
 def test_a_publisher_deletes_nothing_that_another_just_stored(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
     """A part of the artefact is missing, and one publisher puts it right while another is about to (H8)."""
     root = made(where.tmp_path / "one")
@@ -319,43 +275,6 @@ def test_a_push_deletes_no_manifest_of_the_same_content(where: Where) -> None:
         assert not deleted and source.size(place, reading.PAYLOAD)
     finally:
         source.close()
-
-
-def test_a_look_costs_one_request(where: Where) -> None:
-    author, reader = where.machine("author"), Reader(Sources())
-    follower = where.machine("follower", reader=reader, writes=False)
-    for name in "abcd":
-        add(author, made(where.tmp_path / name, name))
-    assert (follower.follow(), names(follower)) == (True, ["a@1", "b@1", "c@1", "d@1"])
-    assert [follower.follow() for _ in range(10)] == [False] * 10
-    assert reader.take() == [INDEX] * 11
-
-
-def test_a_restart_goes_on_where_it_was(where: Where) -> None:
-    author = where.machine("author")
-    for name in "ab":
-        add(author, made(where.tmp_path / name, name))
-    where.machine("follower", writes=False).follow()
-    reader = Reader(Sources())
-    again = where.machine("follower", reader=reader, writes=False)
-    assert (names(again), again.following().position, again.follow()) == (["a@1", "b@1"], 2, False)
-    add(author, made(where.tmp_path / "c", "c"))
-    assert (again.follow(), names(again)) == (True, ["a@1", "b@1", "c@1"])
-
-
-def test_what_is_known_is_served_on_while_s3_is_away(where: Where) -> None:
-    reader, clock = Reader(Sources()), Clock()
-    follower = where.machine("follower", reader=reader, writes=False, clock=clock)
-    add(where.machine("author"), made(where.tmp_path / "a", "a"))
-    follower.follow()
-    reader.fails, clock.now = True, clock.now + 5
-    with pytest.raises(SourceError, match="down"):
-        follower.follow()
-    again = where.machine("follower", reader=reader, writes=False, clock=clock)
-    assert (names(again), *again.following()[1:]) == (["a@1"], 1, clock.now - 5, "S3 is down")
-    reader.fails = False
-    follower.follow()
-    assert follower.following()[1:] == (1, clock.now, None)
 
 
 def _text(data: bytes) -> Callable[[dict[str, Any]], bytes]:
@@ -547,37 +466,6 @@ def test_where_two_writers_cannot_know_of_each_other_nobody_publishes(
         source.close()
 
 
-def test_the_same_again_is_no_change(where: Where) -> None:
-    author, root = where.machine("author"), made(where.tmp_path / "a", "a")
-    for _ in range(3):
-        add(author, root)
-    author.begin()
-    assert author.following().position == 1
-
-
-def test_a_change_that_cannot_be_is_refused_before_it_is_written(where: Where) -> None:
-    one, two = where.machine("one"), where.machine("two")
-    add(one, made(where.tmp_path / "a", "a"), label="current")
-    with pytest.raises(RegistryError, match="has the label current"):
-        two.remove("a@1")
-    with pytest.raises(CartridgeExists, match="is a label"):
-        add(two, made(where.tmp_path / "current", "current"))
-    with pytest.raises(CartridgeExists, match="is the id of a cartridge"):
-        two.label("a", "a@1")
-    with pytest.raises(CartridgeNotFound):
-        two.promote("b@1")
-    add(two, where.tmp_path / "a")
-    assert two.following().position == 1
-
-
-def test_a_label_is_pointed_at_what_a_name_means_now(where: Where) -> None:
-    one, two = where.machine("one"), where.machine("two")
-    add(one, made(where.tmp_path / "a1", "a"))
-    two.follow()
-    add(one, made(where.tmp_path / "a2", "a", version=2, seed=1))
-    assert two.label("current", "a").name == "a@2"
-
-
 def test_a_library_that_was_made_anew_is_read_anew_and_one_that_is_gone_is_not_believed(where: Where) -> None:
     follower = where.machine("follower", writes=False)
     for name in "ab":
@@ -591,18 +479,6 @@ def test_a_library_that_was_made_anew_is_read_anew_and_one_that_is_gone_is_not_b
     add(author, made(where.tmp_path / "b2", "b", seed=5))
     follower.follow()
     assert (names(follower), names(author), follower.labels()) == (["b@1"], ["b@1"], {})
-
-
-def test_a_backup_that_was_put_back_is_what_is_published(where: Where) -> None:
-    author, follower = where.machine("author"), where.machine("follower", writes=False)
-    add(author, made(where.tmp_path / "a", "a"))
-    backup = (Path(where.location) / INDEX).read_bytes()
-    add(author, made(where.tmp_path / "b", "b"))
-    follower.follow()
-    (Path(where.location) / INDEX).write_bytes(backup)
-    assert (follower.follow(), names(follower)) == (True, ["a@1"])
-    add(author, made(where.tmp_path / "c", "c"))
-    assert names(author) == ["a@1", "c@1"]
 
 
 def test_indexes_of_one_size_written_within_one_tick_have_different_revisions(where: Where) -> None:
@@ -623,17 +499,6 @@ def test_a_copy_that_is_damaged_is_made_anew(where: Where) -> None:
     follower.path.write_bytes(b"no database" * 1000)
     again = where.machine("follower", writes=False)
     assert (again.follow(), names(again)) == (True, ["a@1"])
-
-
-def test_processes_that_share_a_copy_look_once(where: Where) -> None:
-    add(where.machine("author"), made(where.tmp_path / "a", "a"))
-    clock, reader = Clock(), Reader(Sources())
-    machines = [where.machine("follower", reader=reader, writes=False, clock=clock) for _ in range(3)]
-    for _ in range(2):
-        for machine in machines:
-            machine.follow(max_age_s=0.9)
-        assert (reader.take(), names(machines[2])) == ([INDEX], ["a@1"])
-        clock.now += 1
 
 
 def test_nobody_waits_for_a_look_that_hangs_nor_goes_back_to_what_it_read(where: Where) -> None:
@@ -662,24 +527,6 @@ def test_nobody_waits_for_a_look_that_hangs_nor_goes_back_to_what_it_read(where:
     assert names(other) == ["a@1", "b@1"]
 
 
-def test_a_follower_sees_changes_until_it_is_closed(where: Where) -> None:
-    author = where.machine("author")
-    follower = Follower(where.settings("server", reload_s=0.01))
-    copy = Registry(where.settings("server").registry_path, read_only=True)
-    try:
-        state = follower.latest
-        assert (state.position, state.problem and "nothing is published" in state.problem) == (0, True)
-        add(author, made(where.tmp_path / "a", "a"), label="current")
-        until(lambda: copy.labels() == {"current": "a@1"})
-        author.unlabel("current")
-        author.remove("a@1")
-        until(lambda: not copy.all() and follower.latest.problem is None)
-    finally:
-        follower.close()
-    add(author, made(where.tmp_path / "b", "b"))
-    assert copy.all() == []
-
-
 @pytest.mark.parametrize("s3_kind", ["moto"])
 def test_a_conditional_put_says_who_was_first(where: Where, proxy: FaultyProxy) -> None:
     source = S3Source(endpoint_url=proxy.endpoint)
@@ -701,14 +548,6 @@ def test_a_conditional_put_says_who_was_first(where: Where, proxy: FaultyProxy) 
         source.close()
 
 
-@pytest.mark.parametrize(
-    ("written", "read"),
-    [("s3://bucket/a/b/", "s3://bucket/a/b"), ("/shared/fleet/", "/shared/fleet"), ("/shared/../fleet", "/fleet")],
-)
-def test_a_library_has_one_name(written: str, read: str) -> None:
-    assert Settings(library=written).library == read
-
-
 @pytest.mark.parametrize("wrong", ["s3://bucket", "shared/fleet", "", "s3://bucket/../x", "http://x/y", "/a\0b"])
 def test_what_is_no_library_is_refused(wrong: str) -> None:
     with pytest.raises(SettingsError, match="library"):
@@ -720,24 +559,6 @@ def test_a_server_that_knows_nothing_yet_does_not_start_without_its_library(wher
     nowhere = where.settings("server").model_copy(update={"library": "s3://no-such-bucket/library"})
     with pytest.raises(SourceNotFound, match="NoSuchBucket"):
         Follower(nowhere)
-
-
-def test_a_publisher_killed_after_its_change_has_published(where: Where) -> None:
-    author = where.machine("author")
-    add(author, made(where.tmp_path / "a", "a"))
-
-    def die(*arguments: Any) -> None:
-        assert author._writer.inner.swap(*arguments)
-        raise KeyboardInterrupt
-
-    author._writer.swap_as = die
-    root = made(where.tmp_path / "b", "b")
-    with pytest.raises(KeyboardInterrupt):
-        add(author, root)
-    assert names(author) == ["a@1"], "its own copy has not heard of it"
-    again = where.machine("author")
-    add(again, root)
-    assert (names(again), again.following().position) == (["a@1", "b@1"], 2)
 
 
 def test_a_publisher_that_was_stopped_in_a_directory_holds_up_others_for_a_while_only(

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from making import flip_bit, make_artifact
-from s3 import MotoServer
 
 from lmcache_cartridge.artifact.reading import PAYLOAD
 from lmcache_cartridge.cli.main import main
@@ -81,17 +80,6 @@ def test_what_the_page_shows(authors: list[Author]) -> None:
     assert [row.name for row in Registry(one.path / "registry.sqlite").all()] == ["handbook@1", "handbook@2"]
 
 
-def test_the_second_publisher_of_a_version_is_told_and_uploads_nothing(authors: list[Author], tmp_path: Path) -> None:
-    for seed, author in enumerate(authors):
-        author.make("handbook", seed=seed)
-    assert authors[0]("publish", "handbook", "--library", authors[0].library)[0] == 0
-    before = sorted((tmp_path / "shared").rglob("*"))
-    status, out, err = authors[1]("publish", "handbook", "--library", authors[1].library)
-    assert (status, out) == (1, "")
-    assert err.startswith("lmcache-cartridge: handbook@1 is registered with other content (digest ")
-    assert sorted((tmp_path / "shared").rglob("*")) == before
-
-
 def test_machines_that_count_by_themselves_publish_one_after_the_other(authors: list[Author], tmp_path: Path) -> None:
     one, two = authors
     for seed, author in enumerate(authors):
@@ -134,21 +122,3 @@ def test_mistakes_are_told_in_a_line(authors: list[Author], tmp_path: Path) -> N
     (tmp_path / "shared" / INDEX).write_text("{}")
     status, _, err = two("label", "current", "handbook", "--library", one.library)
     assert status == 1 and f"{INDEX} is damaged or was written by something else" in err
-
-
-@pytest.mark.parametrize("s3_kind", ["moto"])
-def test_on_s3_too_with_its_server_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], s3_credentials: MotoServer, bucket: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", s3_credentials.endpoint)
-    one, two = (Author(tmp_path / name, f"s3://{bucket}/fleet", capsys) for name in ("one", "two"))
-    one.make("handbook")
-    told = one.json("publish", "handbook", "--label", "current")
-    assert told["location"] == f"s3://{bucket}/fleet/cartridges/handbook/1/{told['digest'][:16]}"
-    assert two.json("show", "current")["digest"] == told["digest"]
-    assert two.json("verify", "current")[0]["sound"]
-    status, out, err = two("pull", told["location"])
-    assert (status, err, out.startswith("pulled handbook@1")) == (0, "", True)
-    assert two.json("label", "current", "--remove") and two.json("remove", "handbook")
-    assert one.json("list") == []

@@ -103,21 +103,6 @@ def s3_fleet(
     fleet.library.close()
 
 
-def test_an_artefact_that_is_gone_costs_its_cartridge_only(
-    s3_fleet: Fleet, s3_credentials: MotoServer, bucket: str
-) -> None:
-    gone, stays = s3_fleet.make("gone"), s3_fleet.make("stays", seed=1)
-    place = s3_fleet.library.registry.find("gone").location
-    key = place.removeprefix(f"s3://{bucket}/")
-    for file in ("manifest.json", "payload.safetensors"):
-        s3_credentials.client.delete_object(Bucket=bucket, Key=f"{key}/{file}")
-    server = s3_fleet.server()
-    until(lambda: "gone@1" in server.refused() and server.names() == ["stays@1"])
-    assert "no such object" in server.refused()["gone@1"] and place in server.refused()["gone@1"]
-    assert_served(server, stays, s3_fleet.prompt(stays))
-    assert server.lookup(s3_fleet.prompt(gone).hashes) == 0
-
-
 def test_a_directory_of_the_library_that_is_gone_costs_its_cartridge_only(fleet: Fleet) -> None:
     gone, stays = fleet.make("gone"), fleet.make("stays", seed=1)
     shutil.rmtree(fleet.library.registry.find("gone").location)

@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import re
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from faulty_proxy import FaultyProxy, flipped, reset, status, trickle
+from faulty_proxy import FaultyProxy, flipped, reset, trickle
 from making import files_under, flip_bit, make_artifact, make_fingerprint
 from s3 import S3Server, both
 from waiting import run_threads, until
@@ -150,28 +148,6 @@ def test_every_kind_of_cartridge_travels(here: _Machine, there: _Machine, kind: 
     assert _bytes(Path(there.json("pull", here.location)["path"])) == _bytes(root)
 
 
-def test_pulled_with_no_promote_an_id_stays_where_it_is(here: _Machine, there: _Machine) -> None:
-    _registered(here)
-    here.json("publish", "doc", here.location)
-    assert there.json("pull", here.location, "--no-promote")["promoted"] is False
-    assert [row["current"] for row in there.json("list")] == [False]
-
-
-def test_people_see_progress_and_what_was_done(
-    here: _Machine, there: _Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _registered(here)
-    assert here.transfer("publish", "doc", here.location + "/piped").err == "", "no bars into a pipe"
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    pushed = here.transfer("publish", "doc", here.location)
-    assert pushed.out == f"published doc@1 at {here.location}\n"
-    pulled = there.transfer("pull", here.location)
-    assert pulled.out == f"pulled doc@1: {there.home / 'cartridges' / 'doc' / '1'}\n"
-    for ran in (pushed, pulled):
-        assert re.search(r"verify: 100%.* 5.00/5.00 ", ran.err)
-        assert re.search(r"payload\.safetensors: 100%", ran.err)
-
-
 def test_the_same_again_is_nothing_to_do(here: _Machine, there: _Machine) -> None:
     root = _registered(here)
     here.json("publish", "doc", here.location)
@@ -283,14 +259,6 @@ def test_a_pull_that_breaks_leaves_nothing_and_the_next_succeeds(
     assert there.at(proxy.endpoint, "pull", here.location).status == 0
 
 
-def test_a_push_outlives_faults_that_pass(here: _Machine, proxy: FaultyProxy) -> None:
-    root = _registered(here)
-    proxy.faults = [None, status(503, "SlowDown"), reset, None, status(500)]
-    assert here.at(proxy.endpoint, "publish", "doc", here.location).status == 0
-    assert proxy.faults == []
-    assert here.remote_files() == {f"cartridges/doc/{name}": content for name, content in _bytes(root).items()}
-
-
 def test_pulls_at_the_same_time_download_once(here: _Machine, there: _Machine, proxy: FaultyProxy) -> None:
     _registered(here)
     here.json("publish", "doc", here.location)
@@ -381,12 +349,6 @@ def test_a_cartridge_is_verified_where_it_lies_and_every_connection_is_closed(
     assert there.json("verify", "doc") == [{"name": "doc@1", "sound": True, "problem": None}]
     assert kept and proxy.open_most > 0, "it was not read through the proxy; kept, since going out of use closes"
     until(lambda: proxy.open_now == 0)
-
-
-@pytest.mark.parametrize("verb", ["publish", "pull"])
-@pytest.mark.parametrize("location", ["s3://bucket", "/tmp/x", "s3://bucket/a/../b", "s3://bucket/a/"])
-def test_a_malformed_location_is_one_line(here: _Machine, verb: str, location: str) -> None:
-    _one_line(here(*(("publish", "doc") if verb == "publish" else ("pull",)), location), "is no s3://bucket/prefix")
 
 
 def test_what_is_not_there_is_one_line(here: _Machine) -> None:

@@ -10,7 +10,7 @@ from faulty_proxy import FaultyProxy
 from homes import Home, Prompt, assert_served, prompt_for
 from making import Made, flip_bit
 from s3 import S3Server, both
-from waiting import run_threads, until
+from waiting import until
 
 from lmcache_cartridge.artifact.cartridge import Place
 from lmcache_cartridge.artifact.reading import MANIFEST, PAYLOAD, chunk_range
@@ -18,30 +18,6 @@ from lmcache_cartridge.library.quarantine import Note, ProcessQuarantine, Quaran
 from lmcache_cartridge.memory.store import CartridgeStore
 
 DIGEST = "ab" * 32
-
-
-def test_a_reason_is_seen_through_every_instance(tmp_path: Path) -> None:
-    writer, reader = Quarantine(tmp_path / "quarantine"), Quarantine(tmp_path / "quarantine")
-    assert reader.reason(DIGEST) is None
-    assert list(tmp_path.iterdir()) == [], "asking made a directory"
-    writer.put(DIGEST, "chunk 3 ≠ its checksum\nin two lines")
-    assert reader.reason(DIGEST) == "chunk 3 ≠ its checksum\nin two lines"
-    assert (reader.reason("cd" * 32), reader.notes("cd" * 32), reader.notes()[DIGEST].location) == (None, {}, "")
-
-
-def test_lifting_ends_a_quarantine_and_again_is_no_change(tmp_path: Path) -> None:
-    quarantine = Quarantine(tmp_path)
-    quarantine.put(DIGEST, "corrupt")
-    quarantine.lift(DIGEST)
-    assert quarantine.reason(DIGEST) is None
-    quarantine.lift(DIGEST)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_quarantine_is_private_to_its_user(tmp_path: Path) -> None:
-    Quarantine(tmp_path / "quarantine").put(DIGEST, "corrupt")
-    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.rglob("*")}
-    assert modes == {"quarantine": 0o700, f"{DIGEST}.txt": 0o600}
 
 
 def test_a_directory_that_cannot_be_made_is_no_error(tmp_path: Path) -> None:
@@ -59,13 +35,6 @@ def test_a_reason_that_is_no_utf8_is_still_noted(tmp_path: Path) -> None:
     assert "payload is corrupt" in quarantine.reason(DIGEST)
 
 
-def test_many_that_quarantine_at_once_leave_one_whole_reason(tmp_path: Path) -> None:
-    reasons = [str(number) * 5000 for number in range(8)]
-    run_threads(8, lambda number: Quarantine(tmp_path).put(DIGEST, reasons[number]))
-    assert Quarantine(tmp_path).reason(DIGEST) in reasons
-    assert [path.name for path in tmp_path.iterdir()] == [f"{DIGEST}.txt"]
-
-
 def test_what_caused_a_quarantine_is_remembered_until_it_is_lifted(tmp_path: Path) -> None:
     quarantine, where = Quarantine(tmp_path), "s3://bucket/a b"
     assert quarantine.put(DIGEST, "corrupt", where) is True
@@ -78,12 +47,8 @@ def test_what_caused_a_quarantine_is_remembered_until_it_is_lifted(tmp_path: Pat
     assert list(tmp_path.iterdir()) == []
 
 
-def _follower(directory: Path, location: str = "/here") -> ProcessQuarantine:
-    return ProcessQuarantine(Quarantine(directory), lambda digest: location)
-
-
 def test_a_quarantine_is_seen_and_lifted_by_every_process(tmp_path: Path) -> None:
-    mine, theirs = _follower(tmp_path), _follower(tmp_path)
+    mine, theirs = (ProcessQuarantine(Quarantine(tmp_path), lambda digest: "/here") for _ in range(2))
     assert mine.put(DIGEST, "chunk 3 is corrupt", "/here") is True
     assert mine.put(DIGEST, "chunk 4 is corrupt", "/here") is False
     for one in (mine, theirs):
@@ -93,17 +58,6 @@ def test_a_quarantine_is_seen_and_lifted_by_every_process(tmp_path: Path) -> Non
     for one in (mine, theirs):
         one.follow()
     assert (mine.reasons, theirs.reasons) == ({}, {})
-
-
-def test_a_copy_elsewhere_is_not_quarantined_with_it(tmp_path: Path) -> None:
-    mine, theirs = _follower(tmp_path), _follower(tmp_path, location="/there")
-    assert mine.put(DIGEST, "chunk 3 is corrupt", "/here") is True
-    theirs.follow()
-    assert (mine.reasons, theirs.reasons) == ({DIGEST: "quarantined: chunk 3 is corrupt"}, {})
-    assert (theirs.holds(DIGEST, "/here"), theirs.holds(DIGEST, "/there")) == (True, False)
-    Quarantine(tmp_path).put(DIGEST, "by hand")
-    theirs.follow()
-    assert theirs.reasons == {DIGEST: "quarantined: by hand"}, "a note without a place is about every copy"
 
 
 def test_notes_by_hand_and_of_earlier_releases_are_read(tmp_path: Path) -> None:

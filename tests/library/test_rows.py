@@ -73,22 +73,6 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 # What it is for.
 
 
-def test_a_second_start_reads_no_manifest_until_its_cartridge_is_asked_for(
-    home: Home, opened: Callable, reads: list[Path]
-) -> None:
-    made = {name: home.make(name, seed=seed) for seed, name in enumerate("abc")}
-    made["t"] = home.make("t", kind="trained", positions=64, seed=7)
-    _start_once(home, opened)
-    reads.clear()
-    store = opened()
-    assert store.names() == ["a@1", "b@1", "c@1", "t@1"]
-    assert reads == []
-    for name, one in made.items():
-        assert_served(store, one, prompt_for(home, one, name))
-        assert reads == [home.root(name)], "it was read more than once, or not to confirm the row"
-        reads.clear()
-
-
 def test_only_what_changed_since_is_read(home: Home, opened: Callable, reads: list[Path]) -> None:
     made = {name: home.make(name, seed=seed) for seed, name in enumerate("abc")}
     _start_once(home, opened)
@@ -116,26 +100,6 @@ def test_what_is_made_for_others_is_refused_at_every_start(home: Home, opened: C
     assert sorted(store.refused()) == ["foreign@1", "trained@1"]
     assert store.claim(reading.load_manifest(home.root("foreign")).digest, {}).poll().mismatch
     assert sorted(opened(allow_trained=True).names()) == ["good@1", "trained@1"], "another engine took its word"
-
-
-def test_what_was_damaged_is_read_at_every_start(home: Home, opened: Callable) -> None:
-    home.make("good", seed=1)
-    made = home.make("bad", seed=2)
-    away = home.payload("bad").rename(home.path / "away")
-    _start_once(home, opened)
-    away.rename(home.payload("bad"))
-    assert_served(opened(), made, prompt_for(home, made, "bad"))
-
-
-def test_few_cartridges_are_read_at_every_start(
-    home: Home, opened: Callable, monkeypatch: pytest.MonkeyPatch, reads: list[Path]
-) -> None:
-    home.make()
-    _start_once(home, opened)
-    monkeypatch.setattr(entries, "_KEPT_FROM", 2)
-    reads.clear()
-    opened()
-    assert reads == [home.root()]
 
 
 def test_manifests_of_what_is_used_stay_and_of_others_are_read_again(
@@ -194,21 +158,6 @@ def test_rows_of_another_engine_or_registry_are_not_taken(
     assert reads == [home.root()]
     ids = reading.load_token_ids(made.manifest, home.root()).tolist()
     assert store.lookup(list(hasher(ids))) == 64 // engine.get("chunk_tokens", 16)
-
-
-def test_two_registries_that_share_a_cache_directory_have_rows_each(
-    home: Home, opened: Callable, reads: list[Path], tmp_path: Path
-) -> None:
-    home.make()
-    _start_once(home, opened)
-    other = Home(tmp_path / "other")
-    other.make("another", seed=1)
-    other.open(settings={"reload_s": 0, "disk_dir": home.path / "cache", "disk_bytes": 0})
-    until(lambda: len(_kept(home)) == 2)
-    other.close()
-    reads.clear()
-    assert opened().names() == ["doc@1"]
-    assert reads == []
 
 
 def test_what_was_quarantined_since_is_not_served(home: Home, opened: Callable) -> None:
@@ -278,20 +227,6 @@ def test_what_was_damaged_since_is_refused_when_it_is_asked_for_as_it_would_have
     until(lambda: not store.refused())
     until(lambda: store.cpu.stats().loading == 0)  # a lookup now would share the failure of those loads
     assert_served(store, made, prompt)
-
-
-def test_documents_that_begin_alike_stand_in_for_one_that_is_gone(home: Home, opened: Callable) -> None:
-    made = [home.make(name, seed=1, positions=72, token_ids=make_ids(72, 1)) for name in "a"]
-    twin = home.make("b", seed=1, positions=80, token_ids=make_ids(72, 1) + make_ids(8, 2))
-    _start_once(home, opened)
-    shutil.rmtree(home.root("b"))
-    store, prompt = opened(), prompt_for(home, twin._replace(manifest=made[0].manifest), "a")
-    assert store.lookup(prompt.hashes) == 0
-    assert list(store.refused()) == ["b@1"]
-    until(lambda: store.cpu.stats().loading == 0)  # a lookup now would share the failure of those loads
-    assert store.lookup(prompt.hashes) == 4
-    for chunk_hash in prompt.hashes[:4]:
-        assert store.release(chunk_hash)
 
 
 def test_what_was_promised_is_delivered_though_its_artefact_is_gone(
@@ -453,27 +388,6 @@ def test_what_nobody_reads_any_more_is_removed(home: Home, opened: Callable) -> 
     assert [row.digest for row in _recalled(file)] == [made.manifest.digest]
 
 
-def test_what_is_kept_follows_what_is_registered(home: Home, opened: Callable) -> None:
-    for seed, name in enumerate("ab"):
-        home.make(name, seed=seed)
-    _start_once(home, opened)
-    (file,) = _kept(home)
-    store = opened()
-    left = home.make("c", seed=2).manifest.digest
-    store.refresh()
-    until(lambda: len(store.names()) == 3)
-    store.refresh()
-    until(lambda: len(_recalled(file)) == 3)
-    for name in "ab":
-        home.registry.remove(name)
-    home.make("d", seed=3)
-    store.refresh()
-    until(lambda: sorted(store.names()) == ["c@1", "d@1"])
-    store.close()
-    assert left in {row.digest for row in _recalled(file)}
-    assert len(_recalled(file)) == 2
-
-
 # The first start.
 
 
@@ -494,22 +408,6 @@ def test_what_a_start_has_no_time_for_is_read_in_the_background_and_can_be_claim
     until(lambda: sorted(store.names()) == ["a@1", "b@1"])
     for name, one in made.items():
         assert_served(store, one, prompt_for(home, one, name))
-
-
-def test_what_was_removed_before_it_was_read_never_comes(
-    home: Home, opened: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(entries, "_AT_ONCE_S", -1.0)
-    begin = entries.Entries._begin
-    monkeypatch.setattr(entries.Entries, "_begin", lambda self, request: Future())
-    gone, stays = home.make("gone", seed=1), home.make("stays", seed=2)
-    store = opened()
-    home.registry.remove("gone")
-    monkeypatch.setattr(entries.Entries, "_begin", begin)
-    store.refresh()
-    until(lambda: store.names() == ["stays@1"])
-    assert store.lookup(prompt_for(home, gone, "gone").hashes) == 0
-    assert_served(store, stays, prompt_for(home, stays, "stays"))
 
 
 @pytest.mark.parametrize("what", ["removed", "given to other content"])
@@ -543,20 +441,6 @@ def test_what_was_removed_or_replaced_while_it_was_read_is_not_served(
     assert not catalog_of(store).knows(old.manifest.digest)
     assert store.names() == ([] if what == "removed" else ["doc@1"])
     assert what == "removed" or catalog_of(store).knows(new.manifest.digest)
-
-
-def test_a_first_start_says_that_it_goes_on(
-    home: Home, opened: Callable, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(entries, "_AT_ONCE_S", -1.0)
-    for seed in range(30):  # more than two threads read while the first is looked at
-        home.make(f"doc-{seed}", seed=seed)
-    with caplog.at_level(logging.INFO, "lmcache_cartridge.library.entries"):
-        store = opened()
-        until(lambda: len(store.names()) == 30)
-        store.close()
-    said = [record.getMessage() for record in caplog.records]
-    assert said[0].endswith("cartridges are still to be read; that goes on in the background")
 
 
 def test_an_error_that_nobody_thought_of_costs_its_own_cartridge_and_no_other(

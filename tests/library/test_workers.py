@@ -58,14 +58,6 @@ def test_no_more_run_than_the_limit_and_all_are_done() -> None:
     assert max(most) == 3
 
 
-def test_threads_without_a_job_end_and_others_begin_when_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmcache_cartridge.library.workers._IDLE_S", 0.01)
-    workers = Workers("idle", 2)
-    for turn in range(3):
-        assert workers.submit(turn, lambda: "done").result(30) == "done"
-        until(lambda: not any(thread.name == "idle" for thread in threading.enumerate()))
-
-
 def test_an_error_is_the_jobs_and_the_thread_goes_on() -> None:
     workers = Workers("test", 1)
     for error in (ValueError("no"), SystemExit()):
