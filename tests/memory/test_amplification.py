@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -70,41 +68,3 @@ def test_a_chain_is_read_once_wherever_its_cartridges_begin(
     # have read so little a chunk before the other asks for it.
     assert _load(home, made, ROTATED, threads=1, chunk_tokens=engine) == 700 // engine
     assert read_bytes == {str(home.root(n)): one.manifest.data_bytes for n, one in zip("ab", made, strict=True)}
-
-
-def test_stages_of_a_pipeline_read_each_chunk_once_each(home: Home, read_bytes: Counter[str]) -> None:
-    made = home.make(positions=1024, chunk_tokens=256, fingerprint=ROTATED)
-    for layers in (range(2), range(2, 3)):
-        _load(home, [made], ROTATED, layers=layers)
-    assert read_bytes == {str(home.root()): 2 * made.manifest.data_bytes}
-
-
-def test_a_chain_that_comes_while_its_first_cartridge_is_read_shares_the_read(
-    home: Home, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    a, b = (
-        home.make(name, positions=256, chunk_tokens=256, seed=seed, fingerprint=ROTATED)
-        for seed, name in enumerate("ab")
-    )
-    read, begun, go_on, counted = LocalSource.read_into, threading.Event(), threading.Event(), Counter[str]()
-
-    def gated(self: LocalSource, location: str, file: str, where: Any, out: memoryview, seen: Any = None) -> None:
-        counted[Path(location).parent.name] += len(out) if where.start else 0
-        if where.start:
-            begun.set()
-            assert go_on.wait(60)
-        read(self, location, file, where, out, seen)
-
-    monkeypatch.setattr(LocalSource, "read_into", gated)
-    store = home.open(chunks=200, settings=STILL | {"disk_bytes": 0}, fingerprint=ROTATED)
-    alone = store.claim(b.manifest.digest, {})
-    alone.poll()
-    assert begun.wait(60)
-    chain = store.claim(f"{a.manifest.digest}.{b.manifest.digest}", {})
-    until(lambda: chain.poll().admitted == 32)
-    until(lambda: counted["a"] > 0)
-    go_on.set()
-    until(lambda: alone.poll().ready and chain.poll().ready)
-    assert counted == {"a": a.manifest.data_bytes, "b": b.manifest.data_bytes}
-    for claim in (alone, chain):
-        claim.close()

@@ -73,23 +73,6 @@ def test_a_claim_is_polled_until_everything_is_resident_and_nobody_waits(
     claim.close()
 
 
-def test_a_claim_keeps_its_chunks_however_much_else_is_wanted(home: Home) -> None:
-    made, other = home.make(seed=1), home.make("other", seed=2)
-    store = home.open(chunks=4, settings=STILL)
-    with_claim = store.claim(made.manifest.digest, {})
-    until(lambda: with_claim.poll().ready)
-    for _ in range(3):
-        assert _lookup_and_release(store, home, other, "other") == 0
-        assert store.evict(made.manifest.digest) == 0
-    assert store.cpu.stats().evicted == 0
-    assert_served(store, made, prompt_for(home, made))
-    with_claim.close()
-    with_claim.close()
-    assert _lookup_and_release(store, home, other, "other") == 4
-    with_claim.poll()
-    assert store.cpu.stats().held == 0, "a closed claim took something"
-
-
 def test_a_claim_of_a_document_takes_what_room_there_is_and_a_trained_one_waits(home: Home) -> None:
     held, document = home.make("held", positions=48, seed=1), home.make("document", positions=64, seed=2)
     trained = home.make("trained", kind="trained", positions=64, seed=3)
@@ -194,18 +177,6 @@ def test_nobody_waits_while_a_new_chain_is_hashed(home: Home, monkeypatch: pytes
     assert read(store.claim(tag, {})).poll().chunks == 4
 
 
-def test_a_claim_on_what_is_refused_stays_so_though_others_may_have_it_later(home: Home) -> None:
-    made = home.make()
-    quarantine = Quarantine(Settings(home=home.path).quarantine_dir)
-    quarantine.put(made.manifest.digest, "corrupt")
-    store = home.open(settings=STILL)
-    claim = store.claim(made.manifest.digest, {})
-    quarantine.lift(made.manifest.digest)
-    store.refresh()
-    assert claim.poll().refused == "quarantined: corrupt"
-    assert store.claim(made.manifest.digest, {}).poll().refused is None
-
-
 def test_a_quarantine_ends_what_is_claimed_with_its_reason(home: Home) -> None:
     made = home.make(kind="trained", positions=64)
     flip_bit(home.payload(), chunk_range(made.manifest, 2, range(1)).start)
@@ -216,42 +187,6 @@ def test_a_quarantine_ends_what_is_claimed_with_its_reason(home: Home) -> None:
     assert claim.is_done()
     claim.close()
     assert "chunk 2" in store.claim(made.manifest.digest, {}).poll().refused
-
-
-def test_the_time_left_follows_the_pace_so_far(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = home.make(positions=64)
-    clock = Clock()
-    store = home.open(settings=STILL, clock=clock)
-    gate = _Gate(monkeypatch)
-    claim = store.claim(made.manifest.digest, {})
-    clock.now += 2
-    assert claim.poll().eta_s is None
-    gate.let(1)
-    until(lambda: claim.poll().resident == 1)
-    assert claim.poll().eta_s == 6.0
-    clock.now += 6
-    assert claim.poll().eta_s == 24.0
-    gate.let(2)
-    until(lambda: claim.poll().resident == 3)
-    assert claim.poll().eta_s == pytest.approx(8 / 3)
-    gate.let(1)
-    until(lambda: claim.poll().ready)
-    assert claim.poll().eta_s == 0.0
-    claim.close()
-
-
-def test_what_was_resident_before_says_nothing_of_the_pace(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = home.make(positions=64)
-    clock = Clock()
-    store = home.open(settings=STILL, clock=clock)
-    store.lookup(prompt_for(home, made).hashes[:3])
-    gate = _Gate(monkeypatch)
-    claim = store.claim(made.manifest.digest, {})
-    clock.now += 5
-    assert (claim.poll().resident, claim.poll().eta_s) == (3, None)
-    gate.let(1)
-    until(lambda: claim.poll().ready)
-    claim.close()
 
 
 # Pins.
@@ -363,16 +298,6 @@ def test_evicting_ends_a_fetch_in_the_background(home: Home, monkeypatch: pytest
 # Warm labels.
 
 
-def test_what_warm_labels_point_at_is_brought_in_at_the_start(home: Home) -> None:
-    warm, cold = home.make("warm", seed=1), home.make("cold", seed=2)
-    home.registry.label("current", "warm", warm=True)
-    home.registry.label("other", "cold")
-    store = home.open(settings=STILL)
-    until(lambda: store.resident(prompt_for(home, warm, "warm").hashes) == 4)
-    assert store.cpu.stats().resident == 4
-    assert store.resident(prompt_for(home, cold, "cold").hashes) == 0
-
-
 def test_a_warm_label_counts_once_each_time_it_comes_to_point_there(home: Home) -> None:
     made = [home.make(name, seed=seed) for seed, name in enumerate("ab")]
     home.registry.label("current", "a", warm=True)
@@ -388,18 +313,6 @@ def test_a_warm_label_counts_once_each_time_it_comes_to_point_there(home: Home) 
     home.registry.label("current", "a", warm=True)
     store.refresh()
     until(lambda: store.resident(prompt_for(home, made[0], "a").hashes) == 4)
-
-
-def test_a_warm_label_on_what_is_bad_is_followed_once_that_is_good(home: Home) -> None:
-    made = home.make()
-    home.registry.label("current", "doc", warm=True)
-    away = home.root().rename(home.path / "away")
-    store = home.open(settings=STILL)
-    assert store.cpu.stats().loading == 0
-    away.rename(home.root())
-    home.registry.register(home.root())
-    # What could not be read is read again in the background, so that a later look may be the one that follows the label.
-    until(lambda: store.refresh() or store.resident(prompt_for(home, made).hashes) == 4)
 
 
 # All at once.

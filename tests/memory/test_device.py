@@ -42,15 +42,6 @@ def _quiet(store: CartridgeStore) -> None:
     until(lambda: all(tier.stats().loading == 0 for tier in _tiers(store)))
 
 
-def _on_device(store: CartridgeStore, prompt: Prompt) -> None:
-    """Have the chunks of a prompt promoted, nobody relying on them."""
-    found = store.lookup(prompt.hashes, prompt.tag)
-    for chunk_hash in prompt.hashes[:found]:
-        assert store.release(chunk_hash, prompt.tag)
-    _quiet(store)
-    assert not any(tier.stats().leased for tier in _tiers(store))
-
-
 def test_a_cpu_engine_has_no_device_tier_unless_it_was_given_one(home: Home) -> None:
     home.make()
     assert list(home.open(settings=STILL).tiers()) == ["cpu", "disk", "source"]
@@ -101,54 +92,6 @@ def test_what_was_looked_up_is_promoted_and_lent_from_the_device_from_then_on(ho
         assert store.release(chunk_hash, prompt.tag)
     assert_served(store, made, prompt)
     assert (device.stats().hits, cpu.stats().misses) == (4, 4)
-
-
-def test_what_is_on_the_device_is_leased_there_and_the_cpu_tier_may_let_it_go(home: Home) -> None:
-    made, other = home.make(seed=1), home.make("other", seed=2)
-    store, prompt = _open(home, cpu=4, device=4), prompt_for(home, made)
-    device, cpu = _tiers(store)
-    _on_device(store, prompt)
-    assert store.lookup(prompt.hashes) == 4
-    assert (device.stats().leased, cpu.stats().leased) == (4, 0)
-    other_prompt = prompt_for(home, other, "other")
-    assert store.lookup(other_prompt.hashes) == 4, "the cpu tier has all its memory for others"
-    _quiet(store)
-    assert cpu.evict(made.manifest.digest) == 0
-    assert store.resident(prompt.hashes) == 4
-    for chunk in range(4):
-        with store.lend(prompt.hashes[chunk]) as loan:
-            assert _within(device, loan, made, chunk)
-            assert loan.bytes.numpy().tobytes() == chunk_bytes(made, chunk)
-        assert lent(store, other_prompt.hashes[chunk]) == chunk_bytes(other, chunk)
-        assert store.release(prompt.hashes[chunk]) is True
-        assert store.release(other_prompt.hashes[chunk]) is True
-    assert (device.stats().leased, cpu.stats().leased) == (0, 0)
-
-
-def test_a_claim_of_what_is_on_the_device_holds_it_there(home: Home) -> None:
-    made, other = home.make(seed=1), home.make("other", seed=2)
-    store, prompt = _open(home, cpu=4, device=4), prompt_for(home, made)
-    device, cpu = _tiers(store)
-    _on_device(store, prompt)
-    claim = store.claim(made.manifest.digest, {})
-    assert claim.poll().ready
-    assert (device.stats().held, cpu.stats().held) == (4, 0)
-    for _ in range(3):
-        _on_device(store, prompt_for(home, other, "other"))
-    assert device.stats().resident == 4
-    assert_served(store, made, prompt)
-    claim.close()
-    _on_device(store, prompt_for(home, other, "other"))
-    assert device.resident_by_digest()[other.manifest.digest] == 4
-
-
-def test_evicting_takes_a_cartridge_from_both_tiers(home: Home) -> None:
-    made = home.make()
-    store, prompt = _open(home, cpu=4, device=4), prompt_for(home, made)
-    _on_device(store, prompt)
-    assert store.evict(made.manifest.digest) == 4
-    assert [tier.stats().resident for tier in _tiers(store)] == [0, 0]
-    assert_served(store, made, prompt)
 
 
 def test_a_chunk_that_cannot_reach_the_device_is_served_from_the_cpu_tier(

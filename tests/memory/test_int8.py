@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
 from pathlib import Path
 
 import msgspec
@@ -12,62 +11,26 @@ import numpy as np
 import pytest
 import torch
 from chunks import load
-from homes import CHUNK_BYTES, Home, assert_served, prompt_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from making import Made, flip_bit, make_artifact, make_fingerprint, make_kv, make_rope
-from safetensors import safe_open
 
-from lmcache_cartridge.artifact import reading
-from lmcache_cartridge.artifact.bytesource import Seen
 from lmcache_cartridge.artifact.cartridge import Cartridge, Segment
 from lmcache_cartridge.artifact.check import checksum
 from lmcache_cartridge.artifact.int8 import is_finite, record
-from lmcache_cartridge.artifact.local import LocalSource
 from lmcache_cartridge.artifact.manifest import Manifest, content_digest, head_bytes
 from lmcache_cartridge.artifact.manifest import decode as decode_manifest
 from lmcache_cartridge.artifact.model import Fingerprint
 from lmcache_cartridge.artifact.reading import PAYLOAD, chunk_range, verify
-from lmcache_cartridge.errors import CorruptChunk, ManifestError, NonFiniteKV, WrongShape
+from lmcache_cartridge.errors import CorruptChunk, ManifestError, NonFiniteKV
 from lmcache_cartridge.memory.codec import decode, encode
 from lmcache_cartridge.memory.layout import DTYPES, VIEWS, ChunkShape, rank_heads, to_heads
 from lmcache_cartridge.memory.loader import ChunkLoader
 from lmcache_cartridge.memory.rope import shift_keys
-from lmcache_cartridge.sources.disk_cache import CopyKey, DiskCache
+from lmcache_cartridge.sources.disk_cache import DiskCache
 from lmcache_cartridge.sources.sources import Sources
 
 POSITIONS, CHUNK = 80, 16
-
-
-class _Local:
-    """`Sources` that count what is read."""
-
-    def __init__(self) -> None:
-        self.ranges: list[reading.ByteRange] = []
-
-    def read_into(
-        self, location: str, file: str, where: reading.ByteRange, out: memoryview, seen: Seen | None = None
-    ) -> None:
-        self.ranges.append(where)
-        LocalSource().read_into(location, file, where, out, seen)
-
-
-def _by_hand(data: bytes, shape: Fingerprint, heads: int, tokens: int) -> torch.Tensor:
-    """Return int8 records as canonical KV, read from the description of the format with nothing of the package."""
-    layers, size = shape.layers, shape.head_size
-    planes, at = [], 0
-    for _ in range(heads):
-        step, middle, value_step = (
-            np.frombuffer(data, "<f4", layers * n, at + start).reshape(layers, -1)
-            for n, start in ((size, 0), (size, 4 * layers * size), (tokens, 8 * layers * size))
-        )
-        at += 4 * layers * (2 * size + tokens)
-        codes = np.frombuffer(data, "i1", 2 * layers * tokens * size, at).reshape(2, layers, tokens, size)
-        at += codes.size
-        keys = codes[0] * step[:, None] + middle[:, None]
-        planes.append(np.stack([keys, codes[1] * value_step[:, :, None]]))
-    assert at == len(data)
-    return torch.from_numpy(np.stack(planes)).to(DTYPES[shape.dtype]).permute(1, 2, 3, 0, 4)
 
 
 def _through(kv: torch.Tensor, shape: Fingerprint) -> torch.Tensor:
@@ -123,28 +86,6 @@ def test_no_number_moves_by_more_than_half_a_step_and_the_rounding_of_its_dtype(
     assert ((found[1] - kv[1]).abs() <= limit).all()
 
 
-@pytest.mark.parametrize("dtype", sorted(DTYPES))
-def test_what_is_stored_is_what_the_format_says_to_the_last_bit(tmp_path: Path, dtype: str) -> None:
-    made = make_artifact(tmp_path / "doc", positions=40, chunk_tokens=16, dtype=dtype, head_size=5,
-                         encoding="int8")  # fmt: skip
-    with safe_open(tmp_path / "doc" / PAYLOAD, framework="pt") as file:
-        names = sorted(file.keys())
-        assert names == ["chunk.00000", "chunk.00001", "chunk.00002"]
-        chunks = [file.get_tensor(name) for name in names]
-    assert {tuple(chunk.shape) for chunk in chunks[:2]} == {(2, made.manifest.head_bytes(0))}
-    assert {chunk.dtype for chunk in chunks} == {torch.uint8}
-    shape = made.manifest.fingerprint
-    by_hand = [_by_hand(c.numpy().tobytes(), shape, 2, n) for c, n in zip(chunks, (16, 16, 8), strict=True)]
-    assert torch.equal(_served(made, tmp_path / "doc"), torch.cat(by_hand[:2], dim=2))
-
-
-@pytest.mark.parametrize("number", [0.0, -3.0, 1e-30])
-def test_numbers_that_are_all_the_same_come_back_as_they_were(number: float) -> None:
-    shape = make_fingerprint()
-    kv = torch.full((2, 3, 16, 2, 64), number).bfloat16()
-    assert torch.equal(_through(kv, shape), kv)
-
-
 @pytest.mark.parametrize("layout", sorted(VIEWS))
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
 @pytest.mark.parametrize("tokens", [16, 8, 32, 24])
@@ -159,44 +100,6 @@ def test_the_chunks_of_all_ranks_together_are_the_kv_that_one_rank_gets(
         assert torch.equal(_loaded(made, root, chunk, tokens=tokens, rank=rank, world=world, layout=layout), expected)
 
 
-def test_a_last_chunk_that_is_shorter_is_loaded_too(tmp_path: Path) -> None:
-    made = make_artifact(tmp_path / "doc", positions=40, chunk_tokens=16, encoding="int8")
-    found = torch.cat([_loaded(made, tmp_path / "doc", chunk, tokens=8) for chunk in range(5)], dim=2)
-    shape = made.manifest.fingerprint
-    assert torch.equal(found, torch.cat([_through(kv, shape) for kv in made.kv.split(16, dim=2)], dim=2))
-
-
-@pytest.mark.parametrize("world", [1, 2, 4, 8])
-def test_a_rank_reads_its_own_heads_and_no_others(made: Made, tmp_path: Path, world: int) -> None:
-    at = made.manifest.payload.data_offset_bytes
-    for chunk, rank in itertools.product(range(5), range(min(world, 4))):
-        sources = _Local()
-        _loaded(made, tmp_path / "doc", chunk, rank=rank * max(1, world // 4), world=world, sources=sources)
-        heads = rank_heads(4, rank, min(world, 4))
-        assert sources.ranges == [(at, at + len(heads) * made.manifest.head_bytes(chunk))]
-        at = sources.ranges[0].end
-    assert at == made.manifest.payload.size_bytes == (tmp_path / "doc" / PAYLOAD).stat().st_size
-
-
-def test_it_takes_a_little_over_half_the_bytes(tmp_path: Path) -> None:
-    shape = make_fingerprint(layers=2, head_size=128)
-    plain, small = (
-        make_artifact(tmp_path / encoding, positions=512, chunk_tokens=256, fingerprint=shape, encoding=encoding)
-        for encoding in ("plain", "int8")
-    )
-    assert small.manifest.data_bytes / plain.manifest.data_bytes == pytest.approx(0.516, abs=0.001)
-    assert small.manifest.payload_bytes == (tmp_path / "int8" / PAYLOAD).stat().st_size
-
-
-def test_it_is_another_cartridge_than_the_plain_one(made: Made, tmp_path: Path) -> None:
-    plain = make_artifact(tmp_path / "plain", positions=POSITIONS, kv_heads=4)
-    assert plain.manifest.digest != made.manifest.digest
-    relabelled = msgspec.structs.replace(
-        made.manifest, payload=msgspec.structs.replace(made.manifest.payload, encoding="plain")
-    )
-    assert content_digest(relabelled) != made.manifest.digest
-
-
 @pytest.mark.parametrize("offset", [0, POSITIONS])
 def test_a_later_cartridge_of_a_chain_is_rotated_after_it_is_decoded(made: Made, tmp_path: Path, offset: int) -> None:
     root, model = tmp_path / "doc", made.manifest.fingerprint
@@ -207,48 +110,6 @@ def test_a_later_cartridge_of_a_chain_is_rotated_after_it_is_decoded(made: Made,
     keys, values = _served(made, root)[:, :, 2 * CHUNK : 3 * CHUNK]
     expected = shift_keys(keys, model, offset) if offset else keys
     assert torch.equal(VIEWS["heads"](out, shape), torch.stack([expected, values]))
-
-
-def test_the_disk_tier_keeps_the_stored_bytes(made: Made, tmp_path: Path) -> None:
-    disk, sources, root = DiskCache(tmp_path / "disk", 1 << 20), _Local(), tmp_path / "doc"
-    where = chunk_range(made.manifest, 1, range(4))
-    first = _loaded(made, root, 1, sources=sources, disk=disk)
-    assert disk.stats().resident_bytes == where.end - where.start == 4 * made.manifest.head_bytes(1)
-    kept = memoryview(bytearray(where.end - where.start))
-    assert disk.read_into(CopyKey(made.manifest.digest, 1, 0, 4), kept)
-    assert bytes(kept) == (root / PAYLOAD).read_bytes()[where.start : where.end]
-    assert torch.equal(_loaded(made, root, 1, sources=sources, disk=disk), first)
-    assert sources.ranges == [where], "the second time it came from the disk"
-
-
-def test_the_cpu_tier_holds_the_models_dtype_and_counts_it(home: Home) -> None:
-    made = home.make(positions=POSITIONS, encoding="int8")
-    made = made._replace(kv=_served(made, home.root()))
-    store = home.open(chunks=5)
-    assert_served(store, made, prompt_for(home, made))
-    assert store.cpu.stats().resident_bytes == store.cpu.stats().budget_bytes == 5 * CHUNK_BYTES
-
-
-@pytest.mark.parametrize("damage", ["a flipped bit", "a step that is no number"])
-def test_a_damaged_one_is_quarantined_with_the_reason_and_a_plain_one_of_the_same_document_answers(
-    home: Home, damage: str
-) -> None:
-    plain = home.make("plain", positions=POSITIONS)
-    made = home.make("small", positions=POSITIONS, encoding="int8", version=1)
-    prompt = prompt_for(home, made, "small")
-    if damage == "a flipped bit":
-        flip_bit(home.payload("small"), chunk_range(made.manifest, 2, range(1)).end - 1)
-        reason = "chunk 2, KV head 0"
-    else:
-        home.registry.remove("small@1")
-        _forged(home.root("small"), made, "value_step", float("nan"), head=0)
-        home.registry.register(home.root("small"))
-        reason = "chunk 2 of .* holds NaN or infinity"
-    store = home.open()
-    leading = store.lookup(prompt.hashes)
-    assert leading < prompt.whole
-    assert re.search(reason, store.refused()["small@1"])
-    assert_served(home.open(), plain, prompt)
 
 
 @pytest.mark.parametrize("field", ["key_step", "key_middle", "value_step", "codes"])
@@ -317,15 +178,6 @@ def test_what_int8_cannot_hold_is_refused_when_it_is_made(dtype: str) -> None:
         assert _through(kv, shape).isfinite().all()
         packed = encode(to_heads(kv), shape)
         assert is_finite(packed, shape, 16)
-
-
-def test_a_header_of_plain_tensors_is_not_that_of_an_int8_payload(made: Made, tmp_path: Path) -> None:
-    path = tmp_path / "doc" / PAYLOAD
-    size = made.manifest.head_bytes(0)
-    changed = path.read_bytes().replace(f'"shape":[4,{size}]'.encode(), f'"shape":[{size},4]'.encode(), 1)
-    path.write_bytes(changed)
-    with pytest.raises(WrongShape, match="chunk.00000 has shape"):
-        list(verify(tmp_path / "doc"))
 
 
 def _edited(manifest: Manifest, encoding: object, *, signed: bool = True) -> bytes:

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import gc
 import os
-import random
-from collections import OrderedDict
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from homes import STILL, Home, catalog_of, chunk_bytes, lent, prompt_for
-from invariants import check
+from homes import STILL, Home, catalog_of, prompt_for
 from making import Made, make_fingerprint
 from waiting import Clock, until
 
-from lmcache_cartridge.memory.replacement import Replacement
 from lmcache_cartridge.memory.store import CartridgeStore
 
 SMALL = {"layers": 1, "head_size": 8}
@@ -26,70 +22,6 @@ CARTRIDGES, ROOM, REQUESTS = 20, 5, 3000
 
 def _open(home: Home, chunks: int, **settings: object) -> CartridgeStore:
     return home.open(fingerprint=make_fingerprint(**SMALL), chunks=chunks, settings=STILL | settings)
-
-
-def _zipf(seed: int) -> list[int]:
-    """Return which cartridge each request asks for: the n-th of them in proportion to 1 / n."""
-    weights = [1 / rank for rank in range(1, CARTRIDGES + 1)]
-    return random.Random(seed).choices(range(CARTRIDGES), weights, k=REQUESTS)
-
-
-def _lru_hits(asked: list[int]) -> int:
-    """Simulate an LRU of whole cartridges with room for `ROOM`; return how many requests it answers."""
-    here: OrderedDict[int, None] = OrderedDict()
-    hits = 0
-    for name in asked:
-        hits += name in here
-        here[name] = None
-        here.move_to_end(name)
-        if len(here) > ROOM:
-            here.popitem(last=False)
-    return hits
-
-
-def _hits(asked: list[int]) -> int:
-    """Simulate a memory of whole cartridges in the order of `Replacement`; return how many requests it answers."""
-    here: set[str] = set()
-    replacement, hits = Replacement(3 * ROOM), 0
-    for digest in map(str, asked):
-        replacement.use(digest, 3, is_here=digest in here)
-        hits += digest in here
-        if digest not in here and len(here) == ROOM:
-            leaving = next(replacement.leave())
-            here.remove(leaving)
-            replacement.gone(leaving)
-        here.add(digest)
-        replacement.offer(digest)
-    return hits
-
-
-@pytest.mark.parametrize("kind", ["prefill", "trained"])
-@pytest.mark.parametrize("by", ["lookup", "claim"])
-def test_twenty_cartridges_in_room_for_five_are_kept_better_than_by_an_lru(home: Home, kind: str, by: str) -> None:
-    made = [home.make(f"d{n}", kind=kind, positions=48, seed=n, **SMALL) for n in range(CARTRIDGES)]
-    prompts = [prompt_for(home, one, f"d{n}") for n, one in enumerate(made)]
-    store, asked, hits = _open(home, 3 * ROOM), _zipf(1), 0
-    for turn, name in enumerate(asked):
-        prompt = prompts[name]
-        hits += store.resident(prompt.hashes, prompt.tag) == 3
-        if by == "claim":
-            claim = store.claim(made[name].manifest.digest, {})
-            until(lambda: claim.poll().ready)  # noqa: B023
-        assert store.lookup(prompt.hashes, prompt.tag) == 3
-        if turn % 50 == 0:
-            assert lent(store, prompt.hashes[turn % 3], prompt.tag) == chunk_bytes(made[name], turn % 3)
-            check(store)
-        for chunk_hash in prompt.hashes[:3]:
-            assert store.release(chunk_hash, prompt.tag)
-        if by == "claim":
-            claim.close()
-        stats = store.cpu.stats()
-        assert stats.resident_bytes <= stats.budget_bytes
-    expected = _hits(asked)
-    assert expected - _lru_hits(asked) > 0.1 * REQUESTS
-    assert abs(hits - expected) / REQUESTS < 0.02
-    assert stats.hits + stats.misses == 3 * REQUESTS
-    assert abs(stats.hits / (3 * REQUESTS) - expected / REQUESTS) < 0.02
 
 
 def _resident_mib() -> float:

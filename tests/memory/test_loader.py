@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import shutil
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -37,7 +34,7 @@ from lmcache_cartridge.errors import (
 from lmcache_cartridge.memory import loader as loader_module
 from lmcache_cartridge.memory.layout import VIEWS, ChunkShape, rank_heads
 from lmcache_cartridge.memory.loader import ChunkLoader
-from lmcache_cartridge.sources.disk_cache import CopyKey, DiskCache
+from lmcache_cartridge.sources.disk_cache import DiskCache
 from lmcache_cartridge.sources.sources import Sources
 
 POSITIONS = 80
@@ -126,23 +123,6 @@ def test_a_chunk_as_it_is_stored_is_read_once_straight_into_the_callers_memory(m
     assert source.reads == [chunk_range(made.manifest, 3, range(4))]
 
 
-@pytest.mark.parametrize("world", [2, 4, 8])
-def test_a_rank_reads_its_own_heads_and_no_others(made: Made, tmp_path: Path, world: int) -> None:
-    for rank in range(world):
-        source = _Counting()
-        _load(_loader(made, 16, rank=rank, world=world, source=source), made, tmp_path / "doc", 1)
-        assert source.reads == [chunk_range(made.manifest, 1, rank_heads(4, rank, world))]
-
-
-@pytest.mark.parametrize(("engine", "chunk", "stored"), [(16, 1, [1]), (32, 1, [2, 3]), (8, 3, [1]), (24, 1, [1, 2])])
-def test_only_the_stored_chunks_that_overlap_are_read(
-    made: Made, tmp_path: Path, engine: int, chunk: int, stored: list[int]
-) -> None:
-    source = _Counting()
-    _load(_loader(made, engine, source=source), made, tmp_path / "doc", chunk)
-    assert source.reads == [chunk_range(made.manifest, i, range(4)) for i in stored]
-
-
 @pytest.mark.parametrize("layout", sorted(VIEWS))
 @pytest.mark.parametrize("engine", [8, 16, 32])
 def test_a_flipped_bit_is_found_in_the_chunks_that_hold_it_and_no_others(
@@ -159,28 +139,8 @@ def test_a_flipped_bit_is_found_in_the_chunks_that_hold_it_and_no_others(
             assert torch.equal(view, made.kv[:, :, chunk * engine : (chunk + 1) * engine])
 
 
-def test_a_rank_does_not_mind_a_flipped_bit_of_another(made: Made, tmp_path: Path) -> None:
-    flip_bit(tmp_path / "doc" / PAYLOAD, chunk_range(made.manifest, 0, range(1)).start)
-    with pytest.raises(CorruptChunk, match="KV head 0"):
-        _load(_loader(made, 16, rank=0, world=2), made, tmp_path / "doc", 0)
-    loaded = _load(_loader(made, 16, rank=1, world=2), made, tmp_path / "doc", 0)
-    assert loaded.numpy().tobytes() == heads_bytes(made.kv[:, :, :16, 2:])
-
-
 def _disk_file(disk: DiskCache, made: Made, chunk: int) -> Path:
     return disk.root / made.manifest.digest / f"{chunk}-0-4.bin"
-
-
-@pytest.mark.parametrize(("engine", "layout"), [(16, "heads"), (32, "fused")])
-def test_what_was_loaded_once_comes_from_the_disk_tier(made: Made, tmp_path: Path, engine: int, layout: str) -> None:
-    disk, source = DiskCache(tmp_path / "cache", 1 << 20), _Counting()
-    loader = _loader(made, engine, layout=layout, source=source, disk=disk)
-    first = _load(loader, made, tmp_path / "doc", 1)
-    reads = len(source.reads)
-    assert torch.equal(_load(loader, made, tmp_path / "doc", 1), first)
-    assert len(source.reads) == reads == disk.stats().hits
-    (tmp_path / "doc" / PAYLOAD).unlink()
-    assert torch.equal(_load(loader, made, tmp_path / "doc", 1), first)
 
 
 def test_a_corrupt_piece_of_the_disk_tier_is_read_again_from_the_source(made: Made, tmp_path: Path) -> None:
@@ -235,15 +195,6 @@ def test_no_load_waits_for_the_disk_tier_and_what_it_has_no_time_for_is_not_kept
     copied(loader)
     assert [_disk_file(disk, made, chunk).exists() for chunk in range(3)] == [True, True, False]
     assert _disk_file(disk, made, 0).read_bytes() == heads_bytes(made.kv[:, :, :16])
-
-
-def test_a_disk_tier_that_fails_costs_nothing_but_itself(made: Made, tmp_path: Path) -> None:
-    disk = DiskCache(tmp_path / "cache", 1 << 20)
-    shutil.rmtree(disk.root)
-    disk.root.write_text("not a directory")
-    loaded = _load(_loader(made, 16, disk=disk), made, tmp_path / "doc", 0)
-    assert loaded.numpy().tobytes() == heads_bytes(made.kv[:, :, :16])
-    assert not disk.read_into(CopyKey(made.manifest.digest, 0, 0, 4), memoryview(bytearray(loaded.numel())))
 
 
 def test_no_more_than_a_limit_is_allocated_to_cut_chunks_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,41 +267,6 @@ def test_every_damage_has_its_own_error_that_names_cartridge_chunk_and_file(
     assert str(tmp_path / "doc" / PAYLOAD) in message
 
 
-def test_a_wrong_header_says_what_is_wrong_with_it(made: Made, tmp_path: Path) -> None:
-    _header(tmp_path / "doc", b"BF16", b"FP16")
-    with pytest.raises(WrongDtype, match=r"chunk\.00000 has dtype FP16, its manifest says BF16"):
-        _load(_loader(made, 16), made, tmp_path / "doc", 0)
-
-
-def test_a_payload_that_may_not_be_read_has_its_own_error(made: Made, tmp_path: Path) -> None:
-    """In a process of another user: the one that runs the tests may be root, who may read everything."""
-    program = """if True:
-        import os, sys
-        from pathlib import Path
-        sys.path[:0] = ["tests", "tests/memory"]
-        import torch
-        from test_loader import Made, _load, _loader
-        from lmcache_cartridge.artifact.reading import load_manifest
-        from lmcache_cartridge.errors import SourceDenied
-        root = Path(sys.argv[1])
-        made = Made(load_manifest(root), None)
-        if os.getuid() == 0:
-            os.setgid(65534)
-            os.setuid(65534)
-        try:
-            _load(_loader(made, 16), made, root, 0)
-        except SourceDenied as error:
-            print(error)
-    """
-    (tmp_path / "doc" / PAYLOAD).chmod(0)
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path / "doc")], capture_output=True, text=True, timeout=120
-    )
-    assert done.stdout.strip() == f"cartridge doc@1: chunk 0: {tmp_path / 'doc' / PAYLOAD}: Permission denied", (
-        done.stderr
-    )
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("engine", [16, 32])
@@ -365,23 +281,6 @@ def test_a_chunk_that_is_not_finite_is_never_loaded(tmp_path: Path, dtype: str, 
         ):
             _load(loader, made, tmp_path / "doc", 32 // engine)
         _load(loader, made, tmp_path / "doc", 0)
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_the_largest_and_smallest_numbers_are_finite(tmp_path: Path, dtype: str) -> None:
-    kv = make_kv(make_fingerprint(dtype=dtype), POSITIONS, 0)
-    limits = torch.finfo(kv.dtype)
-    kv[0, 0, 0, 0, :6] = torch.tensor([limits.max, limits.min, limits.tiny, -limits.tiny, 0.0, -0.0])
-    made = make_artifact(tmp_path / "doc", positions=POSITIONS, dtype=dtype, kv=kv)
-    assert _load(_loader(made, 16), made, tmp_path / "doc", 0).numpy().tobytes() == heads_bytes(kv[:, :, :16])
-
-
-def test_a_chunk_that_was_loaded_before_is_verified_again_all_the_same(made: Made, tmp_path: Path) -> None:
-    loader = _loader(made, 16)
-    _load(loader, made, tmp_path / "doc", 1)
-    flip_bit(tmp_path / "doc" / PAYLOAD, chunk_range(made.manifest, 1, range(1)).start)
-    with pytest.raises(CorruptChunk):
-        _load(loader, made, tmp_path / "doc", 1)
 
 
 class _Flaky(_Counting):
@@ -412,27 +311,6 @@ def test_a_chunk_damaged_on_its_way_is_fetched_once_more_and_no_oftener(made: Ma
     with pytest.raises(CorruptChunk):
         _load(_loader(made, 16, source=source), made, tmp_path / "doc", 1)
     assert len(source.reads) == 2
-
-
-def test_a_read_that_fails_is_counted_and_not_tried_again(made: Made, tmp_path: Path) -> None:
-    (tmp_path / "doc" / PAYLOAD).unlink()
-    source = _Counting()
-    loader = _loader(made, 16, source=source)
-    with pytest.raises(SourceNotFound):
-        _load(loader, made, tmp_path / "doc", 1)
-    assert (len(source.reads), loader.stats().failed, loader.stats().read_bytes) == (1, 1, 0)
-
-
-@pytest.mark.parametrize("keep_local", [False, True])
-def test_artefacts_in_directories_are_kept_on_disk_only_where_that_is_asked_for(
-    made: Made, tmp_path: Path, keep_local: bool
-) -> None:
-    disk = DiskCache(tmp_path / "cache", 1 << 20)
-    model = made.manifest.fingerprint
-    shape = ChunkShape(model.kv_heads, model.layers, 16, model.head_size, model.dtype)
-    loader = ChunkLoader(Sources(), shape, range(4), "heads", disk, keep_local=keep_local)
-    _load(loader, made, tmp_path / "doc", 0)
-    assert (disk.stats().resident_bytes > 0) == keep_local
 
 
 def test_nan_is_looked_for_once_for_each_of_the_last_cartridges(

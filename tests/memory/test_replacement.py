@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -19,7 +18,6 @@ from waiting import until
 
 from lmcache_cartridge.library.index import ChunkKey
 from lmcache_cartridge.memory import replacement as module
-from lmcache_cartridge.memory import tier as tier_module
 from lmcache_cartridge.memory.replacement import Replacement
 from lmcache_cartridge.memory.tier import MemoryTier
 
@@ -32,29 +30,6 @@ def benchmark() -> Iterator[ModuleType]:
     sys.path.insert(0, path)
     yield importlib.import_module("replacement")
     sys.path.remove(path)
-
-
-class _Lru(Replacement):
-    """The negative control: what the tier did before."""
-
-    def __init__(self, slots: int) -> None:
-        self._used: OrderedDict[str, None] = OrderedDict()
-
-    def use(self, digest: str, chunks: int, *, is_here: bool) -> None:
-        self._used[digest] = None
-        self._used.move_to_end(digest)
-
-    def offer(self, digest: str) -> None:
-        pass
-
-    def leave(self) -> Iterator[str]:
-        return iter(list(self._used))
-
-    def tear(self, digest: str) -> None:
-        pass
-
-    def gone(self, digest: str) -> None:
-        self._used.pop(digest, None)
 
 
 def _keys(digest: object, count: int = CHUNKS) -> list[ChunkKey]:
@@ -97,14 +72,6 @@ def test_hits_are_near_the_clairvoyant_optimum_and_an_lru_s_are_not(
     assert benchmark.found(load, benchmark.Lru(load.room)) <= lru * best
 
 
-@pytest.mark.parametrize("name", ["Zipf 1.0, 20 on 5", "Zipf 0.6, 20 on 5", "Zipf 1.4, 20 on 5", "Zipf 1.0, 100 on 10"])
-def test_hits_are_near_those_of_whoever_knows_the_odds(benchmark: ModuleType, name: str) -> None:
-    """More cannot be had by any policy: the two goals above that lie beyond it are no goals."""
-    load = next(load for load in benchmark.loads(20_000) if load.name == name)
-    ceiling = benchmark.found(load, benchmark.Odds(load.room))
-    assert 0.93 * ceiling <= benchmark.found(load, benchmark.Ours(load.room)) <= 1.005 * ceiling
-
-
 def test_loads_whose_favourites_change_lose_next_to_nothing_to_an_lru(benchmark: ModuleType) -> None:
     changing = [load for load in benchmark.loads(REQUESTS) if load.changes]
     assert len(changing) == 6
@@ -125,30 +92,6 @@ def test_the_tier_hits_exactly_as_often_as_the_simulation(benchmark: ModuleType,
     tier.close()
 
 
-def test_the_tier_with_an_lru_in_it_hits_as_often_as_an_lru(
-    benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The control of the test above: it is this class that decides."""
-    monkeypatch.setattr(tier_module, "Replacement", _Lru)
-    load = next(load for load in benchmark.loads(400) if load.name == "Zipf 1.0, 20 on 5")
-    tier, simulated = _tier(CHUNKS * load.room), benchmark.Lru(load.room)
-    hits = [_ask(tier, number) for number in load.requests]
-    assert hits == [simulated.ask(number, 1) for number in load.requests]
-    assert sum(hits) < 0.9 * benchmark.found(load, benchmark.Ours(load.room))
-    tier.close()
-
-
-def test_a_scan_takes_one_place_and_no_more() -> None:
-    tier = _tier(5 * CHUNKS)
-    for _ in range(3):
-        for favourite in "abcd":
-            _ask(tier, favourite)
-    for number in range(30):
-        _ask(tier, number)
-    assert all(_ask(tier, favourite) for favourite in "abcd")
-    tier.close()
-
-
 def test_a_cartridge_leaves_whole_before_another_loses_a_chunk() -> None:
     tier = _tier(12)
     for digest in "aabbcc":
@@ -166,31 +109,6 @@ def test_a_cartridge_leaves_whole_before_another_loses_a_chunk() -> None:
     tier.close()
 
 
-def test_one_that_lost_chunks_is_whole_again_after_its_next_use() -> None:
-    tier = _tier(8)
-    for digest in "aaabb":
-        _ask(tier, digest, 4)
-    _ask(tier, "c", 1)
-    assert tier.resident(_keys("b", 4)) == 3, "asked for less often"
-    for _ in range(9):
-        _ask(tier, "b", 4)
-    _ask(tier, "d", 1)
-    assert tier.resident(_keys("b", 4)) == 4
-    tier.close()
-
-
-def test_what_is_held_stays_and_the_next_in_order_goes() -> None:
-    tier = _tier(2 * CHUNKS)
-    for digest in "aab":
-        _ask(tier, digest)
-    with tier.hold(_keys("b")) as held:
-        assert held.poll().ready
-        _ask(tier, "c")
-        assert (tier.resident(_keys("a")), tier.resident(_keys("b"))) == (0, CHUNKS)
-    check(tier)
-    tier.close()
-
-
 def test_a_cartridge_larger_than_memory_ends_nothing() -> None:
     tier = _tier(4)
     for _ in range(3):
@@ -198,18 +116,6 @@ def test_a_cartridge_larger_than_memory_ends_nothing() -> None:
         assert all(tier.release(key) for key in _keys("a", 4))
     assert _ask(tier, "b", 2) is False
     check(tier)
-    tier.close()
-
-
-def test_a_lookup_without_a_claim_is_a_use_of_each_cartridge_it_is_about() -> None:
-    tier = _tier(3)
-    for _ in range(3):
-        keys = [*_keys("a", 1), *_keys("b", 1)]
-        assert tier.lease(keys, 30) == 2
-        assert all(map(tier.release, keys))
-    for number in range(10):
-        _ask(tier, number, 1)
-    assert tier.resident(_keys("a", 1)) == tier.resident(_keys("b", 1)) == 1
     tier.close()
 
 

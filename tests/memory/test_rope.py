@@ -110,14 +110,6 @@ def test_a_prefill_moved_by_d_is_a_prefill_at_positions_d_and_on(shipped: Causal
     )
 
 
-def test_a_stored_prefill_moved_chunk_by_chunk_is_the_whole_one_moved(shipped: CausalModel) -> None:
-    ids = shipped.encode(load_sheet("ward-b").text, special=True)[:512]
-    keys, _ = _made_at(shipped, ids, 0)
-    whole = shift_keys(keys, shipped.fingerprint, 777)
-    pieces = [shift_keys(piece, shipped.fingerprint, 777) for piece in keys.split(100, dim=2)]
-    assert torch.equal(torch.cat(pieces, dim=2), whole)
-
-
 def test_keys_of_a_random_model_of_every_supported_kind_are_moved_exactly(made: tuple[CausalModel, str, int]) -> None:
     model, pairing, rotary_dim = made
     (rope,) = model.fingerprint.rope
@@ -138,14 +130,6 @@ def test_the_wrong_pairs_or_no_shift_are_far_off(made: tuple[CausalModel, str, i
     assert _error(moved, there) > 5000 * FP32_NOISE
     assert _error(keys, there) > 5000 * FP32_NOISE
     assert _error(shift_keys(keys, model.fingerprint, 1001), there) > 5000 * FP32_NOISE, "one position beside"
-
-
-def test_dimensions_that_do_not_rotate_are_copied_bit_for_bit() -> None:
-    keys = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
-    rope = msgspec.structs.replace(make_rope(rotary_dim=16), pairing="half", layers=(0, 1))
-    moved = shift_keys(keys, _of(rope), 9)
-    assert torch.equal(moved[..., 16:], keys[..., 16:])
-    assert not torch.equal(moved[..., :16], keys[..., :16])
 
 
 def test_a_latent_vector_before_a_rotary_key_is_copied_bit_for_bit() -> None:

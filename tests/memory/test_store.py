@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 import torch
-from chunks import copied
-from homes import CHUNK, CHUNK_BYTES, STILL, Home, Prompt, assert_served, lent, prompt_for
+from homes import CHUNK, CHUNK_BYTES, Home, Prompt, assert_served, lent, prompt_for
 from invariants import check
 from making import (
     VOCABULARY,
@@ -33,14 +30,12 @@ from making import (
 )  # fmt: skip
 from waiting import run_threads, until
 
-from lmcache_cartridge.artifact.local import LocalSource
 from lmcache_cartridge.artifact.reading import MANIFEST, PAYLOAD, chunk_range, load_manifest, load_token_ids
 from lmcache_cartridge.artifact.writing import TOKENS
 from lmcache_cartridge.engine.trust import Trust
 from lmcache_cartridge.errors import OverBudget, RegistryError
 from lmcache_cartridge.library import index
 from lmcache_cartridge.library.quarantine import Quarantine
-from lmcache_cartridge.memory import loads
 from lmcache_cartridge.memory.layout import VIEWS, rank_heads
 from lmcache_cartridge.memory.store import CartridgeStore
 from lmcache_cartridge.settings import Settings
@@ -55,15 +50,6 @@ def _assert_not_served(store: CartridgeStore, prompt: Prompt, made: Made | None 
         assert found is None or (made and found == heads_bytes(made.kv[:, :, chunk * CHUNK : (chunk + 1) * CHUNK]))
 
 
-@pytest.mark.parametrize("kind", ["prefill", "trained"])
-def test_what_is_lent_is_the_kv_that_was_written(home: Home, kind: str) -> None:
-    made = home.make(kind=kind, positions=64)
-    store = home.open()
-    assert store.names() == ["doc@1"]
-    assert store.refused() == {}
-    assert_served(store, made, prompt_for(home, made))
-
-
 def test_what_is_not_trusted_yet_loads_and_answers_nothing(home: Home) -> None:
     """So that it is in memory by the time that the engine was tried with it, or its damage is known."""
     made = home.make(positions=64)
@@ -76,13 +62,6 @@ def test_what_is_not_trusted_yet_loads_and_answers_nothing(home: Home) -> None:
     assert_served(store, made, prompt)
 
 
-def test_the_tail_and_the_question_are_the_engines_to_compute(home: Home) -> None:
-    made = home.make(positions=72)
-    prompt = prompt_for(home, made)
-    assert (len(prompt.hashes), prompt.whole) == (6, 4)
-    assert_served(home.open(), made, prompt)
-
-
 def test_a_prompt_that_leaves_the_document_gets_what_it_shares(home: Home) -> None:
     made = home.make()
     ids = load_token_ids(made.manifest, home.root()).tolist()
@@ -90,17 +69,6 @@ def test_a_prompt_that_leaves_the_document_gets_what_it_shares(home: Home) -> No
     for same in range(5):
         other = [*ids[: same * CHUNK], (ids[same * CHUNK] + 1) % VOCABULARY, *ids[same * CHUNK + 1 :]]
         assert store.lookup(list(sha256_hasher(CHUNK)(other))) == same
-
-
-def test_asking_what_is_resident_loads_and_leases_nothing(home: Home) -> None:
-    made = home.make()
-    store, prompt = home.open(), prompt_for(home, made)
-    assert store.resident(prompt.hashes) == 0
-    assert store.cpu.stats().promoted == 0
-    store.lookup(prompt.hashes)
-    before = store.cpu.stats()
-    assert store.resident(prompt.hashes) == 4
-    assert store.cpu.stats() == before
 
 
 @pytest.mark.parametrize("layout", sorted(VIEWS))
@@ -120,18 +88,10 @@ def test_each_rank_gets_its_heads_in_the_layout_it_reads(home: Home, world: int,
 
 
 _ENGINES = {
-    "architecture": {"architecture": "MistralForCausalLM"},
     "layers": {"layers": 4},
     "kv_heads": {"kv_heads": 4},
-    "head_size": {"head_size": 32},
     "dtype": {"dtype": "float16"},
-    "vocab_size": {"vocab_size": 2000},
     "rope kind": {"rope": (make_rope(kind="yarn"),)},
-    "rope rotary_dim": {"rope": (make_rope(rotary_dim=32),)},
-    "rope attention_factor": {"rope": (make_rope(attention_factor=1.1),)},
-    "rope frequencies": {"rope": (msgspec.structs.replace(make_rope(), inv_freq=(0.5, *make_rope().inv_freq[1:])),)},
-    "rope": {"rope": ()},
-    "config_digest": {"config_digest": "00" * 32},
     "weights_digest": {"weights_digest": "00" * 32},
     "quantisation": {"quantisation": "online fp8"},
 }
@@ -191,19 +151,6 @@ def test_a_corrupt_cartridge_is_quarantined_and_the_others_are_served(home: Home
     elsewhere = Quarantine(Settings(home=home.path).quarantine_dir)
     assert f"quarantined: {elsewhere.reason(bad.manifest.digest)}" == reason
     assert elsewhere.reason(good.manifest.digest) is None
-
-
-def test_a_quarantine_outlives_the_process_until_it_is_lifted(home: Home) -> None:
-    made = home.make()
-    prompt = prompt_for(home, made)
-    _corrupt(home, made, "doc", 0)
-    assert home.open().lookup(prompt.hashes) == 0
-    _corrupt(home, made, "doc", 0)  # the flip is undone
-    again = home.open()
-    assert again.refused()["doc@1"].startswith("quarantined: ")
-    _assert_not_served(again, prompt)
-    Quarantine(Settings(home=home.path).quarantine_dir).lift(made.manifest.digest)
-    assert_served(home.open(), made, prompt)
 
 
 def test_a_quarantine_that_cannot_be_noted_holds_in_this_process(home: Home) -> None:
@@ -269,17 +216,6 @@ def test_a_cartridge_that_is_spoilt_before_the_start_is_refused_and_the_others_a
     assert_served(store, good, prompt_for(home, good, "good"))
 
 
-def test_an_artefact_replaced_before_the_start_is_refused(home: Home, tmp_path: Path) -> None:
-    made = home.make()
-    ids = load_token_ids(made.manifest, home.root()).tolist()
-    make_artifact(tmp_path / "other", positions=72, seed=5, token_ids=ids)
-    shutil.rmtree(home.root())
-    shutil.move(tmp_path / "other", home.root())
-    store = home.open()
-    assert "was replaced after it was registered" in store.refused()["doc@1"]
-    _assert_not_served(store, prompt_for(home, made))
-
-
 @pytest.mark.parametrize("also_manifest", [False, True])
 def test_an_artefact_replaced_while_it_is_served_is_quarantined(
     home: Home, tmp_path: Path, also_manifest: bool
@@ -306,36 +242,6 @@ def test_a_trained_cartridge_with_one_corrupt_chunk_answers_nothing_at_all(home:
     _assert_not_served(store, prompt, made)
     assert store.lend(prompt.hashes[chunk], prompt.tag) is None
     assert f"chunk {chunk}," in store.refused()["doc@1"]
-
-
-@pytest.mark.parametrize("chunk", [0, 1, 2, 3])
-def test_a_resident_trained_cartridge_that_lost_a_chunk_answers_nothing_when_it_cannot_be_had_back(
-    home: Home, chunk: int
-) -> None:
-    made, filler = home.make(kind="trained", positions=64), home.make("filler", positions=64, seed=7)
-    store, prompt = home.open(chunks=4), prompt_for(home, made)
-    assert_served(store, made, prompt)
-    assert_served(store, filler, prompt_for(home, filler, "filler"))  # takes all the memory
-    _corrupt(home, made, "doc", chunk)
-    assert store.lookup(prompt.hashes, prompt.tag) == 0
-    _assert_not_served(store, prompt, made)
-    assert store.lend(prompt.hashes[chunk], prompt.tag) is None
-
-
-def test_part_of_a_trained_cartridge_is_not_answered(home: Home) -> None:
-    made = home.make(kind="trained", positions=64)
-    store, prompt = home.open(), prompt_for(home, made)
-    for count in range(4):
-        assert store.lookup(prompt.hashes[:count], prompt.tag) == 0
-    assert store.cpu.stats().promoted == 0
-    assert_served(store, made, prompt)
-
-
-def test_a_trained_cartridge_that_memory_cannot_hold_is_not_begun(home: Home) -> None:
-    made = home.make(kind="trained", positions=64)
-    store, prompt = home.open(chunks=3), prompt_for(home, made)
-    assert store.lookup(prompt.hashes, prompt.tag) == 0
-    assert (store.cpu.stats().promoted, store.cpu.stats().resident) == (0, 0)
 
 
 def test_a_document_that_memory_cannot_hold_is_served_as_far_as_it_goes(home: Home) -> None:
@@ -365,13 +271,6 @@ def test_two_trained_cartridges_of_the_same_ids_are_told_apart_by_their_tags(hom
         assert_served(store, made._replace(kv=kv), prompt_for(home, made, name))
 
 
-def test_a_document_is_found_under_its_own_tag_but_no_other(home: Home) -> None:
-    made = home.make()
-    store, prompt = home.open(), prompt_for(home, made)
-    _assert_not_served(store, prompt._replace(tag="ab" * 32))
-    assert store.lookup(prompt.hashes, made.manifest.digest) == prompt.whole
-
-
 def test_a_trained_cartridge_is_refused_where_the_engine_computes_what_it_cannot_load(home: Home) -> None:
     trained, plain = home.make("trained", kind="trained", positions=64, seed=1), home.make("plain", seed=2)
     store = home.open(allow_trained=False)
@@ -395,16 +294,6 @@ def test_a_source_that_is_away_for_a_while_is_a_miss_and_then_served_again(home:
     assert_served(store, made, prompt)
 
 
-def test_a_chunk_that_was_evicted_is_loaded_again_when_it_is_lent(home: Home) -> None:
-    first, second = home.make("first", seed=1), home.make("second", seed=2)
-    store, prompt = home.open(chunks=4), prompt_for(home, first, "first")
-    assert_served(store, first, prompt)
-    assert_served(store, second, prompt_for(home, second, "second"))
-    assert store.resident(prompt.hashes) == 0
-    assert lent(store, prompt.hashes[2]) == heads_bytes(first.kv[:, :, 2 * CHUNK : 3 * CHUNK])
-    assert store.cpu.stats().leased == 0, "lending leaves no lease"
-
-
 def _alike(home: Home) -> tuple[Made, Made]:
     """Make two documents with the same first two chunks; the one registered later answers for them."""
     kv = [make_kv(make_fingerprint(), 64, seed) for seed in range(2)]
@@ -424,41 +313,12 @@ def test_documents_that_begin_alike_are_served_when_the_newer_one_is_corrupt(hom
     assert_served(store, older, prompt)
 
 
-def test_leases_taken_while_a_document_stands_in_for_another_can_be_ended(home: Home) -> None:
-    older, newer = _alike(home)
-    store, prompt = home.open(settings=ONE_AT_A_TIME), prompt_for(home, older, "older")
-    assert store.lookup(prompt.hashes) == 4
-    _corrupt(home, newer, "zz-newer", 3)
-    assert store.lookup(prompt_for(home, newer, "zz-newer").hashes) == 3
-    assert store.lookup(prompt.hashes) == 4
-    for chunk_hash in prompt_for(home, newer, "zz-newer").hashes[:3]:
-        store.release(chunk_hash)
-    for _ in range(2):
-        for chunk_hash in prompt.hashes[:4]:
-            assert store.release(chunk_hash) is True
-    assert store.cpu.stats().leased == 0
-
-
 def test_serving_changes_no_artefact_and_no_registry(home: Home) -> None:
     made = home.make()
     before = files_under(home.path)
     assert_served(home.open(), made, prompt_for(home, made))
     changed = dict(files_under(home.path).items() - before.items())
     assert set(changed) == {"quarantine/plain/withdrawn", f"quarantine/plain/{made.manifest.digest}"}, "who answered"
-
-
-def test_the_disk_tier_serves_what_its_source_lost(home: Home) -> None:
-    made = home.make()
-    settings = Settings(
-        home=home.path, plain_prompts="all", cpu_bytes=4 * CHUNK_BYTES, disk_bytes="1MiB", disk_dir=home.path / "cache", disk_local=True,
-        lookup_timeout_s=20,
-    )  # fmt: skip
-    for expected_misses in (4, 0):
-        store = CartridgeStore(settings, make_engine(make_fingerprint()), Trust)
-        assert_served(store, made, prompt_for(home, made))
-        assert store.tiers()["disk"]["misses"] == expected_misses
-        copied(store._loader)
-        store.close()
 
 
 def test_a_budget_that_holds_no_chunk_is_refused_at_the_start(home: Home) -> None:
@@ -470,23 +330,6 @@ def test_a_registry_that_cannot_be_read_is_refused_at_the_start(home: Home) -> N
     home.registry.path.write_bytes(b"no database" * 1000)
     with pytest.raises(RegistryError):
         home.open()
-
-
-def test_an_empty_home_serves_nothing_and_is_not_made(tmp_path: Path) -> None:
-    store = CartridgeStore(
-        Settings(home=tmp_path / "none", cpu_bytes=CHUNK_BYTES, disk_bytes=0), make_engine(make_fingerprint()), Trust
-    )
-    assert (store.names(), store.refused(), store.lookup([1, 2])) == ([], {}, 0)
-    assert list(tmp_path.iterdir()) == []
-    store.close()
-
-
-def test_both_names_of_the_same_content_are_served(home: Home) -> None:
-    made = home.make("one", token_ids=make_ids(72, 0))
-    home.make("two", token_ids=make_ids(72, 0))
-    store = home.open()
-    assert sorted(store.names()) == ["one@1", "two@1"]
-    assert_served(store, made, prompt_for(home, made, "one"))
 
 
 def test_after_closing_everything_is_a_miss(home: Home) -> None:
@@ -569,30 +412,6 @@ def test_chunks_of_a_chain_that_was_forgotten_meanwhile_are_still_lent_and_relea
     for name in "ba":  # each is forgotten for the other
         assert all(store.release(chunk_hash, tags[name]) for chunk_hash in prompts[name].hashes[:4])
     assert store.cpu.stats().leased == 0
-
-
-def test_artefacts_whose_reads_hang_keep_no_others_waiting(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loads, "STALLED_S", 0.2)
-    made = [home.make(name, seed=seed) for seed, name in enumerate(("hung-a", "hung-b", "sound"))]
-    go_on, inner = threading.Event(), LocalSource.read_into
-
-    def read_into(self: LocalSource, location: str, *arguments: Any) -> None:
-        assert "hung" not in location or go_on.wait(60)
-        inner(self, location, *arguments)
-
-    monkeypatch.setattr(LocalSource, "read_into", read_into)
-    store = home.open(settings=STILL | {"load_threads": 2})
-    claims = [store.claim(each.manifest.digest, {}) for each in made]
-    try:
-        for claim in claims:
-            claim.poll()
-        until(lambda: claims[2].poll().ready)
-        assert not claims[0].poll().ready and not claims[1].poll().ready, "the control: their reads hang"
-    finally:
-        go_on.set()
-    for claim in claims:
-        until(lambda: claim.poll().ready)  # noqa: B023 - called before the next turn
-        claim.close()
 
 
 @pytest.mark.parametrize("layout", [*sorted(VIEWS), "vec/8", "amx/16/blocks"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import random
 import subprocess
 import sys
 import threading
@@ -21,13 +20,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from invariants import check
-from operations import operations
-from waiting import Clock, run_threads, until
+from waiting import Clock, until
 
-from lmcache_cartridge.errors import CorruptChunk, SourceError
+from lmcache_cartridge.errors import CorruptChunk
 from lmcache_cartridge.library.index import ChunkKey
 from lmcache_cartridge.library.workers import STALLED_S
-from lmcache_cartridge.memory.holds import Hold, Readiness
+from lmcache_cartridge.memory.holds import Hold
 from lmcache_cartridge.memory.loads import ChunkSource, Piece
 from lmcache_cartridge.memory.tier import MemoryTier
 
@@ -76,11 +74,6 @@ def _lend(tier: MemoryTier, key: ChunkKey) -> Hold | None:
     return next(iter(tier.lend([key])), None)
 
 
-def _polled(hold: Hold) -> Readiness:
-    until(lambda: hold.poll().ready)
-    return hold.poll()
-
-
 def _held(tier: MemoryTier, keys: list[ChunkKey]) -> list[int]:
     return [key.chunk for key in keys if tier.resident([key])]
 
@@ -114,43 +107,6 @@ def open_tier(loads: _Loads, clock: Clock) -> Callable[..., MemoryTier]:
         check(tier)
 
 
-def test_a_loan_closed_by_sixteen_threads_at_once_counts_once(open_tier: Callable) -> None:
-    tier, (key,) = open_tier(1), _keys("a", 1)
-    tier.lease([key], 5)
-    keeper = _lend(tier, key)
-    for _ in range(50):
-        loan = _lend(tier, key)
-        run_threads(16, lambda _, loan=loan: loan.close())
-        check(tier)
-    assert tier.stats().lent == 1
-    keeper.close()
-    assert tier.stats().lent == 0
-
-
-def test_whole_gives_everything_or_nothing_and_leaves_everything_as_it_was(open_tier: Callable, loads: _Loads) -> None:
-    tier, keys = open_tier(4), _keys("a", 5)
-    tier.lease(_keys("b", 2), 5)
-    for key in _keys("b", 2):
-        tier.release(key)
-    before = tier.stats()
-    assert tier.lease(keys, 5, whole=True) == 0
-    after = tier.stats()
-    assert after == before._replace(misses=before.misses + 5)
-    assert sum(loads.counts.values()) == 2, "nothing was loaded"
-    assert _held(tier, _keys("b", 2)) == [0, 1], "nothing was evicted"
-    assert tier.lease(keys[:4], 5, whole=True) == 4
-
-
-def test_whole_never_evicts_its_own_chunks(open_tier: Callable, loads: _Loads) -> None:
-    tier, keys = open_tier(4), _keys("a", 4)
-    tier.lease(keys[2:], 5)
-    tier.lease(_keys("b", 2), 5)
-    for key in [*keys[2:], *_keys("b", 2)]:
-        tier.release(key)
-    assert tier.lease(keys, 5, whole=True) == 4
-    assert all(loads.counts[key] == 1 for key in keys)
-
-
 def test_a_deadline_returns_what_is_there_while_loading_goes_on(open_tier: Callable, loads: _Loads) -> None:
     tier, keys = open_tier(8, clock=time.monotonic), _keys("a", 3)
     loads.held[keys[1]] = threading.Event()
@@ -165,15 +121,6 @@ def test_a_deadline_returns_what_is_there_while_loading_goes_on(open_tier: Calla
     assert set(loads.counts.values()) == {1}
 
 
-def test_whole_gives_nothing_at_the_deadline_and_everything_later(open_tier: Callable, loads: _Loads) -> None:
-    tier, keys = open_tier(8, clock=time.monotonic), _keys("a", 3)
-    loads.held[keys[2]] = threading.Event()
-    assert tier.lease(keys, 0.05, whole=True) == 0
-    assert not any(tier.release(key) for key in keys)
-    loads.held[keys[2]].set()
-    assert tier.lease(keys, 5, whole=True) == 3
-
-
 def test_a_chunk_on_its_way_is_not_evicted(open_tier: Callable, loads: _Loads) -> None:
     tier, key = open_tier(1, clock=time.monotonic), ChunkKey("a", 0)
     loads.held[key] = threading.Event()
@@ -184,16 +131,6 @@ def test_a_chunk_on_its_way_is_not_evicted(open_tier: Callable, loads: _Loads) -
     loads.held[key].set()
     _quiet(tier)
     assert tier.resident([key]) == 1
-
-
-def test_sixteen_that_want_a_cartridge_at_once_cause_one_load_a_chunk(open_tier: Callable, loads: _Loads) -> None:
-    tier, keys = open_tier(8, clock=time.monotonic), _keys("a", 5)
-    loads.pause_s = 0.02
-    runs = []
-    run_threads(16, lambda _: runs.append(tier.lease(keys, 10)))
-    assert runs == [5] * 16
-    assert loads.counts == dict.fromkeys(keys, 1)
-    assert [sum(tier.release(key) for _ in range(17)) for key in keys] == [16] * 5
 
 
 def test_a_failing_load_frees_its_slot_and_may_succeed_later(
@@ -214,31 +151,6 @@ def test_a_failing_load_frees_its_slot_and_may_succeed_later(
         assert _intact(loan, key)
 
 
-def test_waiters_hear_of_a_failure_at_once_and_not_at_their_deadline(open_tier: Callable, loads: _Loads) -> None:
-    tier, keys = open_tier(4, clock=time.monotonic), _keys("a", 3)
-    loads.broken.add(keys[1])
-    loads.pause_s = 0.02
-    before, runs = time.monotonic(), []
-    run_threads(8, lambda _: runs.append(tier.lease(keys, 60)), timeout_s=120)
-    assert runs == [1] * 8
-    assert time.monotonic() - before < 30
-
-
-def test_the_end_of_the_oldest_cartridge_goes_first(open_tier: Callable) -> None:
-    tier, old, new = open_tier(8), _keys("a", 4), _keys("b", 4)
-    for keys in (old, new):
-        tier.lease(keys, 5)
-        for key in keys:
-            with _lend(tier, key):
-                tier.release(key)
-    for count in range(1, 5):
-        tier.lease([ChunkKey("c", count)], 5)
-        assert _held(tier, old) == list(range(4 - count))
-        assert _held(tier, new) == [0, 1, 2, 3]
-    tier.lease([ChunkKey("c", 5)], 5)
-    assert _held(tier, new) == [0, 1, 2]
-
-
 def test_what_a_lookup_waits_with_stays_however_long_it_waits(open_tier: Callable, loads: _Loads) -> None:
     tier, keys, runs = open_tier(2, clock=time.monotonic, lease_s=0.05), _keys("a", 2), []
     assert tier.lease(keys[:1], 5) == 1
@@ -252,111 +164,6 @@ def test_what_a_lookup_waits_with_stays_however_long_it_waits(open_tier: Callabl
     loads.held[keys[1]].set()
     waiting.join(60)
     assert runs == [2]
-
-
-def test_a_lookup_that_waits_has_no_lease_that_somebody_else_could_end(open_tier: Callable, loads: _Loads) -> None:
-    tier, keys, runs = open_tier(2, clock=time.monotonic), _keys("a", 2), []
-    loads.held[keys[1]] = threading.Event()
-    waiting = threading.Thread(target=lambda: runs.append(tier.lease(keys, 60)), daemon=True)
-    waiting.start()
-    until(lambda: tier.resident(keys) == 1)
-    assert tier.release(keys[0]) is False
-    loads.held[keys[1]].set()
-    waiting.join(60)
-    assert runs == [2]
-    assert [tier.release(key) for key in [*keys, *keys]] == [True, True, False, False]
-
-
-def test_after_closing_nothing_is_loaded_and_loans_stay_valid(open_tier: Callable, loads: _Loads) -> None:
-    tier, keys = open_tier(4), _keys("a", 3)
-    tier.lease(keys[:1], 5)
-    loan = _lend(tier, keys[0])
-    tier.close()
-    assert tier.lease(keys, 5) == 1
-    assert tier.lease(_keys("b", 2), 5, whole=True) == 0
-    assert sum(loads.counts.values()) == 1
-    assert _intact(loan, keys[0])
-    loan.close()
-
-
-@pytest.mark.parametrize("slots", [5, 12])
-def test_budget_and_books_hold_under_sixteen_threads_that_do_anything(slots: int) -> None:
-    loads, fail = _Loads(), random.Random(0)
-
-    def load(key: ChunkKey, out: torch.Tensor) -> None:
-        loads.pause_s = fail.random() / 1000
-        if fail.random() < 0.3:
-            raise SourceError(f"{key} could not be read this time")
-        loads(key, out)
-
-    budget = slots * SLOT
-    tier = MemoryTier(SLOT, budget, one_by_one(load), threads=6, lease_s=0.02)
-    end, closed, lent, held = time.monotonic() + 2, Counter(), Counter(), Counter()
-
-    def tried() -> int:
-        """Return how often the rarest of what threads do was done."""
-        stats = tier.stats()
-        return min(stats.hits, stats.promoted, stats.failed, stats.evicted, sum(lent.values()), sum(held.values()))
-
-    def work(number: int) -> None:
-        chance, loans, hold = random.Random(number), [], None
-        while time.monotonic() < end or (tried() <= 20 and time.monotonic() < end + 60):
-            keys = _keys(chance.choice("abcd"), chance.randint(1, 5))
-            action = chance.random()
-            if action < 0.5:
-                whole = chance.random() < 0.3
-                run = tier.lease(keys, chance.choice([0, 0.001, 0.05]), whole=whole)
-                assert run == len(keys) or (not whole and 0 <= run < len(keys)) or run == 0
-                for key in keys[:run]:
-                    loan = _lend(tier, key)
-                    if loan is not None:
-                        assert _intact(loan, key)
-                        loans.append((key, loan))
-                        lent[number] += 1
-                    if chance.random() < 0.98:
-                        tier.release(key)
-            elif action < 0.6:
-                tier.release(chance.choice(keys))
-            elif action < 0.7:
-                tier.evict(chance.choice("abcd"))
-            elif action < 0.8:
-                assert 0 <= tier.resident(keys) <= len(keys)
-            elif hold is None:
-                hold = tier.hold(keys, whole=chance.random() < 0.5)
-                held[number] += hold.poll().admitted > 0
-            elif action < 0.9:
-                state = hold.poll()
-                assert 0 <= state.resident <= state.admitted <= state.chunks
-                assert not state.ready or all(tier.resident([key]) for key in hold.keys)
-            else:
-                hold.close()
-                hold = None
-            while loans and (len(loans) > 2 or chance.random() < 0.8):
-                key, loan = loans.pop(chance.randrange(len(loans)))
-                assert _intact(loan, key), "lent bytes were overwritten"
-                loan.close()
-                if chance.random() < 0.2:
-                    loan.close()
-                closed[number] += 1
-            time.sleep(chance.random() / 100)
-            check(tier)
-            stats = tier.stats()
-            assert stats.resident_bytes + stats.loading * SLOT <= stats.budget_bytes == budget
-        for _, loan in loans:
-            loan.close()
-        if hold is not None:
-            hold.close()
-
-    run_threads(16, work, timeout_s=120)
-    _quiet(tier)
-    check(tier)
-    assert tried() > 20, "nothing much was tried"
-    time.sleep(0.03)  # every lease has run out
-    stats = tier.stats()
-    assert (stats.lent, stats.held, stats.leased) == (0, 0, 0)
-    assert sum(tier.evict(digest) for digest in "abcd") == stats.resident
-    assert tier.stats().resident == 0
-    tier.close()
 
 
 class _Machine(RuleBasedStateMachine):
@@ -508,17 +315,6 @@ TestAnySequenceOfCallsKeepsTheBooksRight.settings = settings(
 )
 
 
-def test_a_cartridge_and_a_chain_it_is_part_of_are_evicted_and_held_apart(open_tier: Callable) -> None:
-    tier, keys = open_tier(4), [*_keys("a", 1), *_keys("a.b", 2), *_keys("b", 1)]
-    assert tier.lease(keys, 10) == 4
-    assert all(tier.release(key) for key in keys)
-    with tier.hold(_keys("a.b", 2)) as hold:
-        assert hold.poll().ready
-        assert [tier.evict(digest) for digest in ("a", "a.b", "b")] == [1, 0, 1]
-    assert tier.evict("a.b") == 2
-    assert tier.stats().resident == 0
-
-
 def test_a_hold_tries_what_failed_again_after_a_growing_pause(open_tier: Callable, loads: _Loads, clock: Clock) -> None:
     tier, keys = open_tier(4), _keys("a", 2)
     loads.broken = {keys[1]}
@@ -604,27 +400,6 @@ def test_a_lease_that_ran_out_is_not_the_one_that_is_released(open_tier: Callabl
     assert tier.evict("a") == 1, "its lease went on without it"
 
 
-def test_totals_are_right_and_cost_no_walk_over_the_chunks(open_tier: Callable, clock: Clock) -> None:
-    few, tier, keys = open_tier(1), open_tier(80), _keys("a", 80)
-    assert few.lease(keys[:1], 5) == 1
-    for _ in range(5):
-        assert tier.lease(keys, 5) == 80
-        assert all(tier.release(key) for key in keys)
-        assert tier.lease(keys[:3], 5) == 3
-        clock.now += 1
-    with tier.hold(keys[:4]) as hold, _lend(tier, keys[0]), _lend(tier, keys[0]):
-        hold.poll()
-        stats = tier.stats()
-        assert (stats.resident, stats.leased, stats.held, stats.lent) == (80, 15, 4, 2)
-        assert operations(tier.stats) == operations(few.stats)
-        assert operations(tier.resident_by_digest) > operations(few.resident_by_digest) + 70, (
-            "the control: this one walks"
-        )
-    clock.now += 100
-    stats = tier.stats()
-    assert (stats.leased, stats.held, stats.lent) == (0, 0, 0)
-
-
 @pytest.mark.parametrize(("budget", "slots"), [(100, 1), (199, 1), (200, 2), (1050, 10)])
 def test_a_tier_has_as_many_slots_as_its_budget_holds_whole(loads: _Loads, budget: int, slots: int) -> None:
     tier = MemoryTier(100, budget, one_by_one(loads))
@@ -642,17 +417,6 @@ def test_chunks_do_not_overlap_and_those_of_whole_pages_begin_at_a_page(loads: _
             assert loan.bytes.numel() == size and (loan.bytes == key.chunk).all()
             assert size % 4096 or loan.bytes.data_ptr() % 4096 == 0
     tier.close()
-
-
-def test_a_lookup_that_gives_up_ends_nobody_elses_lease(open_tier: Callable, loads: _Loads) -> None:
-    tier, keys = open_tier(2, clock=time.monotonic), _keys("a", 2)
-    loads.held[keys[1]] = threading.Event()
-    waiting = threading.Thread(target=tier.lease, args=(keys, 0.3), kwargs={"whole": True}, daemon=True)
-    waiting.start()
-    until(lambda: loads.counts[keys[1]])
-    assert tier.lease(keys[:1], 60) == 1
-    waiting.join(60)
-    assert [tier.release(key) for key in [*keys, *keys]] == [True, False, False, False]
 
 
 class _Halves(ChunkSource):

@@ -9,7 +9,7 @@ import torch
 from blocks import quietly
 
 from lmcache_cartridge.memory import tiles
-from lmcache_cartridge.memory.layout import DTYPES, VIEWS, ChunkShape
+from lmcache_cartridge.memory.layout import DTYPES, ChunkShape
 
 with quietly():
     from vllm import _custom_ops as ops
@@ -87,18 +87,6 @@ def test_what_was_packed_can_be_unpacked(isa: str, dtype: str, block: int, size:
     before = packed.clone()
     assert torch.equal(tiles.unpack(packed, _shape(kv), name), kv)
     assert torch.equal(packed, before)
-
-
-@pytest.mark.parametrize("name", VIEWS)
-def test_layouts_that_are_views_are_packed_too(name: str) -> None:
-    kv = _kv("bfloat16", 48, 32)
-    assert torch.equal(VIEWS[name](_bytes(kv, name), _shape(kv)), kv)
-
-
-@pytest.mark.parametrize(("other", "block"), [("amx/64", 64), ("vec/32", 64), ("vec/128", 64)])
-def test_the_tiles_of_another_instruction_set_or_block_are_other_bytes(other: str, block: int) -> None:
-    kv = _kv("bfloat16", 128, 64)
-    assert not torch.equal(_packed(kv, other), _written("vec", kv, block))
 
 
 @pytest.mark.parametrize(("name", "tokens", "size"), [("vec/128", 192, 64), ("amx/32", 64, 40), ("amx/24", 48, 64)])
