@@ -62,21 +62,6 @@ def test_a_thread_that_loads_runs_on_every_core(work: Callable[[list[set[int]]],
     assert found == [CORES]
 
 
-@pytest.mark.parametrize("work", [_load, _fetch])
-def test_a_thread_loads_where_it_may_not_choose_its_cores(
-    work: Callable[[list[set[int]]], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A stand-in for a sandbox that forbids the system call."""
-
-    def denied(*_: object) -> None:
-        raise PermissionError(1, "Operation not permitted")
-
-    monkeypatch.setattr(os, "sched_setaffinity", denied)
-    found: list[set[int]] = []
-    work(found)
-    assert found == [CORES]
-
-
 def test_a_process_that_is_bound_stays_on_its_cores() -> None:
     """What an operator's `taskset` or a container leaves it: no thread of it may use others."""
     told = subprocess.run([sys.executable, "-c", BOUND], capture_output=True, text=True, timeout=60, check=True)

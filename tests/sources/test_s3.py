@@ -198,16 +198,6 @@ def test_servers_other_than_amazons_are_addressed_by_path(
     client.close()
 
 
-def test_an_endpoint_of_the_environment_is_used(
-    s3_credentials: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", s3_credentials.endpoint)
-    s3_credentials.client.put_object(Bucket=bucket, Key="a/f", Body=b"abc")
-    source = S3Source(connections=1)
-    assert source.size(f"s3://{bucket}/a", "f") == 3
-    source.close()
-
-
 def test_a_closed_source_says_so(s3_credentials: S3Server, bucket: str) -> None:
     source = S3Source(endpoint_url=s3_credentials.endpoint, connections=1)
     source.close()

@@ -12,7 +12,6 @@ from faulty_proxy import (
     Fault,
     FaultyProxy,
     Link,
-    another_range,
     cut,
     endless,
     range_ignored,
@@ -96,18 +95,6 @@ def test_a_part_that_broke_goes_on_from_where_it_broke(
     proxy.faults = [fault] * 3
     assert _read(source, location, 100, 100 + PART) == CONTENT[100 : 100 + PART]
     assert proxy.requests == [f"bytes={100 + done}-{99 + PART}" for done in (0, 1000, 2000, 3000)]
-
-
-def test_the_connection_of_an_answer_that_is_refused_is_closed_at_once(
-    proxy: FaultyProxy, source: S3Source, location: str
-) -> None:
-    proxy.faults = [another_range]
-    with pytest.raises(SourceError, match="asked for bytes 5 to 10") as caught:
-        _read(source, location, 5, 10)
-    deadline = time.monotonic() + 10
-    while proxy.open_now and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert (proxy.open_now, caught.value.__traceback__ is None) == (0, False), "not only once the error is forgotten"
 
 
 def test_progress_makes_a_failure_the_first_again(proxy: FaultyProxy, source: S3Source, location: str) -> None:
@@ -245,18 +232,6 @@ def test_a_server_that_ignores_ranges_may_answer_for_the_whole(proxy: FaultyProx
     source.close()
 
 
-@both
-@pytest.mark.parametrize(("start", "end"), [(SIZE - 5, SIZE + 1), (0, SIZE + 1), (SIZE, SIZE + 1)])
-def test_an_object_that_ends_early_is_no_fault_to_try_again(
-    proxy: FaultyProxy, location: str, start: int, end: int
-) -> None:
-    source = S3Source(endpoint_url=proxy.endpoint, part_bytes=2 * SIZE)
-    with pytest.raises(TruncatedPayload, match=f"payload at {proxy.endpoint} ends "):
-        _read(source, location, start, end)
-    assert len(proxy.requests) == 1
-    source.close()
-
-
 @pytest.mark.parametrize("fault", [trickle(0.05), endless], ids=["trickle", "endless"])
 def test_no_more_than_its_limit_is_read_of_a_small_file(
     proxy: FaultyProxy, hasty: S3Source, location: str, fault: Fault
@@ -295,19 +270,6 @@ def test_a_server_that_is_killed_and_comes_back_while_it_is_read_is_not_noticed(
     source.close()
 
 
-def test_a_server_that_stays_away_is_an_error(s3_server: S3Server, s3_credentials: S3Server, location: str) -> None:
-    source = S3Source(endpoint_url=s3_server.endpoint, attempts=4, backoff_s=0.01)
-    assert _read(source, location) == CONTENT
-    s3_server.kill("proxy")
-    try:
-        with pytest.raises(SourceError, match=r"the connection failed \(EndpointConnectionError\); tried 4 times"):
-            _read(source, location)
-    finally:
-        s3_server.start()
-    assert _read(source, location) == CONTENT
-    source.close()
-
-
 def test_connections_and_threads_are_bounded_whatever_happens(
     proxy: FaultyProxy, source: S3Source, location: str
 ) -> None:
@@ -318,12 +280,3 @@ def test_connections_and_threads_are_bounded_whatever_happens(
         run_threads(8, lambda _: _read(source, location), timeout_s=60)
     assert proxy.open_most <= 4
     until(lambda: threading.active_count() <= before + 4)  # those of the proxy, one a connection
-
-
-def test_connections_are_used_again(proxy: FaultyProxy, source: S3Source, location: str) -> None:
-    opened = []
-    proxy.count = lambda change: opened.append(change)
-    for _ in range(20):
-        _read(source, location, 0, 1000)
-        source.read(location, "payload", SIZE)
-    assert opened.count(1) <= 4

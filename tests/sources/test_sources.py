@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 from s3 import S3Server
-from waiting import run_threads
 
 from lmcache_cartridge.artifact import local
 from lmcache_cartridge.artifact.bytesource import ByteRange, ByteSource, SmallFile
@@ -138,21 +137,6 @@ def test_what_a_reader_raises_ends_the_read_and_leaves_nothing_open(place: Place
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
-def test_a_local_reader_is_shown_whole_steps_however_little_a_read_brings(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No file system here reads short before a file's end, as network ones may, so the system call is cut short."""
-    (tmp_path / "payload").write_bytes(CONTENT)
-    monkeypatch.setattr(local, "_STEP_BYTES", 1000)
-    preadv, parts, out = os.preadv, [], bytearray(2500)
-    monkeypatch.setattr(os, "preadv", lambda descriptor, into, at: preadv(descriptor, [into[0][:333]], at))
-    LocalSource().read_into(
-        str(tmp_path), "payload", ByteRange(7, 2507), memoryview(out), lambda p: parts.append(bytes(p))
-    )
-    assert [len(part) for part in parts] == [1000, 1000, 500]
-    assert b"".join(parts) == out == CONTENT[7:2507]
-
-
 @pytest.mark.parametrize(
     ("start", "length"), [(SIZE - 9, 10), (SIZE, 10), (SIZE + 100, 10), (0, SIZE + 1), (5, 2 * SIZE)]
 )
@@ -209,32 +193,6 @@ def test_a_known_revision_is_not_read_again_until_the_file_changes(place: Place)
     assert isinstance(second, SmallFile)
     assert second.data == b"two"
     assert second.revision != first.revision
-
-
-def test_the_size_is_that_of_the_file(place: Place) -> None:
-    assert place.source.size(place.location, "payload") == SIZE
-
-
-def test_reading_leaves_nothing_open(place: Place) -> None:
-    def read_often() -> None:
-        for _ in range(20):
-            _read(place, 0, SIZE)
-            with pytest.raises(TruncatedPayload):
-                _read(place, SIZE, SIZE + 5)
-            with pytest.raises(SourceNotFound):
-                _read(place, 0, 1, "missing")
-            with pytest.raises(SourceError):
-                place.source.read(place.location, "payload", 100)
-
-    def in_use() -> tuple[int, int]:
-        return len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
-
-    run_threads(16, lambda _: _read(place, 0, SIZE))
-    read_often()
-    descriptors, threads = in_use()
-    read_often()
-    assert in_use()[1] == threads
-    assert in_use()[0] <= descriptors
 
 
 @pytest.mark.parametrize("name", ["directory", "payload/below"])
