@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from making import VOCABULARY, Made, check_chunk, flip_bit, heads_bytes, make_artifact, make_ids
+from making import VOCABULARY, Made, flip_bit, make_artifact, make_ids
 from safetensors import safe_open
 
 from lmcache_cartridge.artifact.check import is_finite
@@ -18,10 +18,6 @@ from lmcache_cartridge.artifact.reading import PAYLOAD, chunk_range, load_manife
 from lmcache_cartridge.artifact.writing import INLINE_TOKENS, TOKENS
 from lmcache_cartridge.errors import ArtifactError, CorruptChunk, ManifestError, TruncatedPayload
 from lmcache_cartridge.memory.layout import DTYPES
-
-
-def _stored(root: Path, start: int, end: int) -> bytes:
-    return (root / PAYLOAD).read_bytes()[start:end]
 
 
 @pytest.fixture
@@ -41,37 +37,21 @@ def test_the_payload_is_a_safetensors_file_of_exactly_the_kv_written(
         names = sorted(payload.keys())
         chunks = [payload.get_tensor(name) for name in names]
     assert names == [f"chunk.{i:05d}" for i in range(manifest.chunks)]
+    assert manifest.payload.data_offset_bytes % 4096 == 0, "where direct I/O can read it"
     read_back = torch.cat([chunk.permute(1, 2, 3, 0, 4) for chunk in chunks], dim=2)
     assert read_back.dtype == kv.dtype
     assert torch.equal(read_back, kv)
-
-
-def test_the_range_of_any_heads_of_any_chunk_holds_the_bytes_of_those_heads(tmp_path: Path) -> None:
-    manifest, kv = make_artifact(tmp_path / "doc", positions=40, chunk_tokens=16, kv_heads=4)
-    for chunk in range(manifest.chunks):
-        for first in range(4):
-            for last in range(first + 1, 5):
-                where = chunk_range(manifest, chunk, range(first, last))
-                expected = heads_bytes(kv[:, :, chunk * 16 : (chunk + 1) * 16, first:last])
-                assert _stored(tmp_path / "doc", *where) == expected, (chunk, first, last)
-
-
-def test_the_data_starts_where_direct_io_can_read_it(made: Made) -> None:
-    assert made.manifest.payload.data_offset_bytes % 4096 == 0
 
 
 @pytest.mark.parametrize("positions", [INLINE_TOKENS, INLINE_TOKENS + 1])
 def test_token_ids_are_read_back_from_the_manifest_or_a_file(tmp_path: Path, positions: int) -> None:
     manifest, _ = make_artifact(tmp_path / "doc", positions=positions, seed=3)
     assert (tmp_path / "doc" / TOKENS).exists() == (positions > INLINE_TOKENS)
+    if positions > INLINE_TOKENS:
+        assert np.load(tmp_path / "doc" / TOKENS, allow_pickle=False).tolist() == make_ids(positions, 3)
     ids = load_token_ids(manifest, tmp_path / "doc")
     assert ids.dtype == np.uint32
     assert ids.tolist() == make_ids(positions, 3)
-
-
-def test_the_token_file_is_a_plain_npy_file(tmp_path: Path) -> None:
-    make_artifact(tmp_path / "doc", positions=100, seed=3)
-    assert np.load(tmp_path / "doc" / TOKENS, allow_pickle=False).tolist() == make_ids(100, 3)
 
 
 def test_swapped_token_ids_are_found(tmp_path: Path) -> None:
@@ -132,30 +112,15 @@ def test_a_token_id_outside_the_vocabulary_is_refused(tmp_path: Path, positions:
         load_token_ids(make_artifact(tmp_path / "doc", positions=positions, token_ids=ids).manifest, tmp_path / "doc")
 
 
-@pytest.mark.parametrize("change", [-1, 1, -40_000])
-def test_a_payload_of_another_size_is_refused_with_both_sizes(made: Made, tmp_path: Path, change: int) -> None:
+@pytest.mark.parametrize("change", [-1, 1, -40_000, None])
+def test_a_payload_of_another_size_is_refused_with_both_sizes(made: Made, tmp_path: Path, change: int | None) -> None:
     payload = tmp_path / "doc" / PAYLOAD
     size = payload.stat().st_size
-    os.truncate(payload, size + change)
-    with pytest.raises(TruncatedPayload, match=f"has {size + change} bytes, its manifest says {size}"):
+    os.truncate(payload, size + change) if change else payload.unlink()
+    with pytest.raises(TruncatedPayload, match=f"has {size + change if change else 0} bytes, its manifest says {size}"):
         load_manifest(tmp_path / "doc")
     with pytest.raises(TruncatedPayload):
         list(verify(tmp_path / "doc"))
-
-
-def test_a_missing_payload_is_refused(made: Made, tmp_path: Path) -> None:
-    (tmp_path / "doc" / PAYLOAD).unlink()
-    with pytest.raises(TruncatedPayload, match="has 0 bytes"):
-        load_manifest(tmp_path / "doc")
-
-
-def test_a_missing_manifest_is_refused_with_a_question(tmp_path: Path) -> None:
-    with pytest.raises(ManifestError, match="is this the directory of a cartridge"):
-        load_manifest(tmp_path)
-
-
-def test_verify_tells_how_far_it_is(made: Made, tmp_path: Path) -> None:
-    assert list(verify(tmp_path / "doc")) == [(1, 3), (2, 3), (3, 3)]
 
 
 @pytest.mark.parametrize("chunk", [0, 1, 2])
@@ -177,18 +142,6 @@ def test_verify_finds_a_changed_header(made: Made, tmp_path: Path, offset: int) 
     flip_bit(tmp_path / "doc" / PAYLOAD, offset)
     with pytest.raises(ArtifactError, match="header"):
         list(verify(tmp_path / "doc"))
-
-
-def test_only_the_heads_asked_for_are_verified(made: Made, tmp_path: Path) -> None:
-    manifest = made.manifest
-    flip_bit(tmp_path / "doc" / PAYLOAD, chunk_range(manifest, 0, range(1, 2)).start)
-    for head in range(2):
-        data = memoryview(_stored(tmp_path / "doc", *chunk_range(manifest, 0, range(head, head + 1))))
-        if head == 0:
-            check_chunk(manifest, 0, range(1), data)
-        else:
-            with pytest.raises(CorruptChunk, match="chunk 0, KV head 1"):
-                check_chunk(manifest, 0, range(1, 2), data)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from waiting import run_threads
-
 from lmcache_cartridge.artifact.lru import Lru
 
 
@@ -29,17 +27,3 @@ def test_values_of_unlike_sizes_share_the_capacity_and_the_newest_always_stays()
     assert (cache.pop("large"), cache.pop("large"), len(cache)) == ("x" * 10, None, 0)
     cache.put("a", "12345")
     assert cache.get("a") == "12345", "what was taken out still counts"
-
-
-def test_threads_that_share_one_never_exceed_it() -> None:
-    cache: Lru[int, int] = Lru(5)
-
-    def work(number: int) -> None:
-        for turn in range(500):
-            cache.put((number * turn) % 17, turn)
-            cache.get(turn % 17)
-            cache.pop((number + turn) % 17)
-            assert len(cache) <= 6, "one more at most, while it is put"
-
-    run_threads(4, work)
-    assert len(cache) <= 5

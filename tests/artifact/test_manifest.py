@@ -15,12 +15,8 @@ from making import make_artifact, make_fingerprint, make_rope
 
 from lmcache_cartridge.artifact.manifest import (  # fmt: skip
     MAX_MANIFEST_BYTES,
-    Canary,
     Manifest,
-    Measured,
-    Origin,
     Provenance,
-    Training,
     check_id,
     content_digest,
     decode,
@@ -48,21 +44,6 @@ def _edited(manifest: Manifest, **changes: Any) -> bytes:
     return json.dumps(document).encode()
 
 
-def _paths(node: Any, path: tuple = ()) -> list[tuple]:
-    """Return the path of every field of a JSON document."""
-    if not isinstance(node, dict | list):
-        return []
-    items = node.items() if isinstance(node, dict) else enumerate(node)
-    return [p for name, child in items for p in [(*path, name), *_paths(child, (*path, name))]]
-
-
-def test_a_manifest_survives_encoding(manifest: Manifest) -> None:
-    assert decode(manifest.encode(), "here") == manifest
-
-
-MEASURED = Measured("questions", 10, 0.9, (0.6, 0.98), 1.0, 0.05, 0.89)
-
-
 def test_what_an_older_release_wrote_of_its_training_and_compaction_is_read(manifest: Manifest) -> None:
     about = {
         "training": {
@@ -77,30 +58,6 @@ def test_what_an_older_release_wrote_of_its_training_and_compaction_is_read(mani
     found = decode(_edited(manifest, provenance={"tool": "t", "created": "2026", **about}), "here").provenance
     assert (found.training.best_step, found.training.measured) == (375, None)
     assert (found.compaction.distill, found.compaction.measured) == (40, None)
-
-
-def test_a_manifest_without_rope_and_with_a_canary_survives_encoding(manifest: Manifest) -> None:
-    draft = msgspec.structs.replace(
-        manifest,
-        fingerprint=msgspec.structs.replace(manifest.fingerprint, rope=(), weights_digest=None),
-        provenance=Provenance(
-            "t",
-            "2026",
-            "m",
-            "d.txt",
-            "ab",
-            Canary("Why?", top1_equal=True, max_abs_logit_difference=0.5),
-            Origin("PEFT CARTRIDGE adapter", "org/notes", "ab", "org/llama"),
-            Training("distill", "sci", 0, 90, 400, 375, None, 12.0, 0.05, 10, MEASURED),
-        ),
-    )
-    whole = msgspec.structs.replace(draft, digest=content_digest(draft))
-    assert decode(whole.encode(), "here") == whole
-
-
-def test_an_error_names_where_the_manifest_came_from(manifest: Manifest) -> None:
-    with pytest.raises(ManifestError, match=r"^/mnt/x/manifest\.json: "):
-        decode(_edited(manifest, positions=-1), "/mnt/x/manifest.json")
 
 
 def _rotating(manifest: Manifest, *layers: tuple[int, ...] | None) -> Manifest:
@@ -164,11 +121,8 @@ def test_the_first_manifests_of_a_process_may_be_read_by_many_threads_at_once(
 def test_an_unknown_major_format_is_refused_with_the_one_this_release_reads(manifest: Manifest, version: str) -> None:
     with pytest.raises(ManifestError, match=r"this release reads 2\.0: an older one is made anew"):
         decode(_edited(manifest, format=version), "here")
-
-
-def test_an_unknown_major_format_is_named_even_when_its_fields_are_unknown_too() -> None:
-    with pytest.raises(ManifestError, match=r"format 1\.x"):
-        decode(b'{"format": "1.0", "everything": "else"}', "here")
+    with pytest.raises(ManifestError, match=r"/mnt/x: .*format 1\.x"):  # whatever else it has
+        decode(b'{"format": "1.0", "everything": "else"}', "/mnt/x")
 
 
 def test_a_newer_minor_format_is_read(manifest: Manifest) -> None:
@@ -234,14 +188,6 @@ def test_a_size_that_is_no_sane_number_is_refused(manifest: Manifest, field: str
         decode(_edited(manifest, **{field: value}), "here")
 
 
-@pytest.mark.parametrize("number", [b"NaN", b"Infinity", b"-Infinity", b"1e999", b"--1", b"0x10"])
-def test_a_float_that_is_no_json_number_is_refused(manifest: Manifest, number: bytes) -> None:
-    data = manifest.encode().replace(b'"attention_factor": 1.0', b'"attention_factor": ' + number)
-    assert number in data
-    with pytest.raises(ManifestError, match="not a cartridge manifest"):
-        decode(data, "here")
-
-
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
@@ -282,26 +228,9 @@ def test_what_is_no_manifest_at_all_is_refused(data: bytes) -> None:
         decode(data, "here")
 
 
-def test_a_truncated_manifest_is_refused_wherever_it_ends(manifest: Manifest) -> None:
-    data = manifest.encode().rstrip()
-    for end in range(0, len(data), 7):
-        with pytest.raises(ManifestError):
-            decode(data[:end], "here")
-
-
-def test_a_manifest_that_lacks_a_field_it_must_have_is_refused(manifest: Manifest) -> None:
-    lacking = 0
-    for path in _paths(json.loads(manifest.encode())):
-        document = json.loads(manifest.encode())
-        target = document
-        for name in path[:-1]:
-            target = target[name]
-        if target.pop(path[-1]) is None:
-            continue  # what is null may as well be left out
-        with pytest.raises(ManifestError):
-            decode(json.dumps(document).encode(), "here")
-        lacking += 1
-    assert lacking > 50
+@pytest.mark.parametrize("cartridge_id", ["a", "_x", "A.b-c_9", "a..b", "a" * 128])
+def test_an_ordinary_id_is_returned(cartridge_id: str) -> None:
+    assert check_id(cartridge_id) == cartridge_id
 
 
 @pytest.mark.parametrize(
@@ -313,19 +242,6 @@ def test_an_id_that_could_escape_is_refused(manifest: Manifest, cartridge_id: st
         check_id(cartridge_id)
     with pytest.raises(ManifestError, match=r"at `\$\.id`"):
         decode(_edited(manifest, id=cartridge_id), "here")
-
-
-@pytest.mark.parametrize("cartridge_id", ["a", "9", "_x", "A.b-c_9", "a..b", "a" * 128])
-def test_an_ordinary_id_is_returned(manifest: Manifest, cartridge_id: str) -> None:
-    assert check_id(cartridge_id) == cartridge_id
-    assert decode(_edited(manifest, id=cartridge_id), "here").id == cartridge_id
-
-
-def test_the_last_chunk_has_the_positions_that_are_left(manifest: Manifest) -> None:
-    assert manifest.chunks == 3
-    assert [manifest.chunk_length(chunk) for chunk in range(3)] == [16, 16, 8]
-    assert [manifest.head_bytes(chunk) for chunk in range(3)] == [2 * 3 * n * 64 * 2 for n in (16, 16, 8)]
-    assert manifest.name == "doc@1"
 
 
 def test_an_artefact_is_to_the_byte_what_releases_of_its_format_write(tmp_path: Path) -> None:
