@@ -133,18 +133,11 @@ def _own(stack: ExitStack, model: str, p: list[int] | None, chunk: int, vllm: li
     from ..make.bench import places
     from ..make.bench.target import Target
     from ..make.trial.own import OwnServer
-    from ..settings import Settings
-
-    class Own(OwnServer):
-        @property
-        def settings(self) -> Settings:
-            """With evicting on, and room for the two longest cartridges."""
-            return super().settings.model_copy(update={"admin": True, "cpu_bytes": room})
 
     home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cartridge-bench-")))
     loaded, args = load_for(vllm, model)
     room = room_bytes(p or places.LENGTHS, loaded.context_tokens, loaded.fingerprint.token_bytes)
-    server = Own(model, home, chunk=chunk, vllm_args=args)
+    server = OwnServer(model, home, chunk_tokens=chunk, vllm_args=args, settings={"admin": True, "cpu_bytes": room})
     maker = maker_of(lambda: loaded, server.settings, chunk)
     say(f"starting a server of {model} (tens of seconds)")
     stack.callback(server.stop)

@@ -147,7 +147,7 @@ def demo() -> int:
     """Build, serve and question a cartridge of a shipped document; about two minutes."""
     from .demo import run
 
-    return run(home())
+    return run()
 
 
 @command("doctor")

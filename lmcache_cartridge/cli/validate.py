@@ -135,7 +135,7 @@ def _started(
     def made(model: str, home: Path, dtype: str = "auto") -> tuple[OwnServer, Maker, list[Held]]:
         say(f"making cartridges of generated text with {model}")
         loaded, args = load_for(vllm, model, dtype)
-        server = OwnServer(model, home, mode=modes[0], chunk=chunk, vllm_args=args)
+        server = OwnServer(model, home, mode=modes[0], chunk_tokens=chunk, vllm_args=args)
         home.mkdir(exist_ok=True, parents=True)
         maker = maker_of(lambda: loaded, server.settings, chunk)
         return server, maker, maker.three()

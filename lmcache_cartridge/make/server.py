@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import base64
-import json
 import os
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Self, TypeVar
 from urllib.parse import unquote
 
@@ -225,30 +224,6 @@ class Server:
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise SourceError(f"{self.url}{path}: {type(error).__name__} {error}") from error
 
-    def events(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Post what asks for a stream; yield each event when it comes. Blocks between them.
-
-        Raises `SourceError` where the server cannot be reached, refuses, breaks off, or tells an error in the stream.
-        """
-        try:
-            with self._http.stream("POST", path, json=body) as reply:
-                if not reply.is_success:
-                    reply.read()
-                    raise SourceError(f"{self.url}{path} answered {reply.status_code}: {reply.text[:300]}")
-                for line in _lines(reply.iter_bytes()):
-                    text = line.removeprefix(b"data:").strip() if line.startswith(b"data:") else b""
-                    if text and text != b"[DONE]":
-                        event = json.loads(text)
-                        if not isinstance(event, dict):
-                            raise ValueError(f"{event!r:.100}")
-                        if event.get("error"):
-                            raise SourceError(f"{self.url}{path} broke off: {event['error']!r:.300}")
-                        yield event
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise SourceError(f"{self.url}{path}: {type(error).__name__} {error}") from error
-        except (ValueError, TypeError) as error:
-            raise SourceError(f"{self.url}{path} streams something else than events: {error}") from error
-
     def _request(self, method: str, path: str, **content: Any) -> httpx.Response:
         reply = self.send(method, path, **content)
         if not reply.is_success:
@@ -273,15 +248,6 @@ def _read_key(variable: str) -> str:
     if not (key.isascii() and key.isprintable()):
         raise SourceError(f"the key in ${variable} has characters that no HTTP header can have")
     return key
-
-
-def _lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """Return lines, which end at a line feed alone: JSON may have U+2028 as it is, where httpx's `iter_lines` parts it."""
-    rest = b""
-    for piece in pieces:
-        *whole, rest = (rest + piece).split(b"\n")
-        yield from whole
-    yield rest
 
 
 def _read(response: httpx.Response) -> Reply:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from ...errors import UnsupportedEngine
 from ...serve.launch import Launch, on_cpu, plan
 from ...serve.processes import SMALL, ServerProcess
-from ...settings import Settings, from_mapping
+from ...settings import from_mapping
 from ..server import Server
 
 Mode = Literal["in-process", "multiprocess"]
@@ -31,29 +31,26 @@ class OwnServer:
     """A server over the registry of `home`, not started yet. Its logs lie in `home`."""
 
     def __init__(
-        self, model: str, home: Path, *, mode: Mode = "in-process", chunk: int = 256, vllm_args: Sequence[str] = (),
-        l1_bytes: int = 0, saves: bool = False,
+        self, model: str, home: Path, *, vllm_args: Sequence[str] = (), settings: Mapping[str, Any] | None = None,
+        **launched: Any,
     ) -> None:  # fmt: skip
-        self.model, self.home, self.mode = model, home, mode
-        self._chunk, self._args, self._l1_bytes, self._saves = chunk, list(vllm_args), l1_bytes, saves
+        """`settings` are further ones of the server, `launched` further words of `plan`: `mode`, `chunk_tokens`, `saves`."""
+        self.model, self.home, self._args = model, home, list(vllm_args)
+        self._launched = {"saves": False, "mode": MODES[0]} | launched
+        self._given = dict(settings or {})
+        self.settings = from_mapping({"home": home, "disk_dir": home / "disk", "disk_bytes": "64MiB"} | self._given)
+        """What the server is started with."""
         self._process: ServerProcess | None = None
         self.starts = 0
         self.log = home / "server.log"
         """Of the last start."""
         self._changed: Callable[[str], None] | None = None
 
-    @property
-    def settings(self) -> Settings:
-        """What the server is started with."""
-        return from_mapping({"home": self.home, "disk_dir": self.home / "disk", "disk_bytes": "64MiB"})
-
-    def variant(
-        self, *, mode: Mode | None = None, vllm_args: Sequence[str] = (), l1_bytes: int = 0, saves: bool = False,
-    ) -> OwnServer:  # fmt: skip
+    def variant(self, *, vllm_args: Sequence[str] = (), **launched: Any) -> OwnServer:
         """Return another one over the same registry, started otherwise."""
         return OwnServer(
-            self.model, self.home, mode=mode or self.mode, chunk=self._chunk, vllm_args=[*self._args, *vllm_args],
-            l1_bytes=l1_bytes, saves=saves,
+            self.model, self.home, vllm_args=[*self._args, *vllm_args], settings=self._given,
+            **self._launched | launched,
         )  # fmt: skip
 
     def start(self) -> float:
@@ -72,11 +69,8 @@ class OwnServer:
 
     def _begin(self) -> ServerProcess:
         self.starts += 1
-        self.log = self.home / f"server-{self.mode}-{id(self):x}-{self.starts}.log"
-        process = ServerProcess(
-            self.launch(), self.log,
-            environment=self.environment(), timeout_s=_START_S,
-        )  # fmt: skip
+        self.log = self.home / f"server-{self._launched['mode']}-{id(self):x}-{self.starts}.log"
+        process = ServerProcess(self.launch(), self.log, environment=self.environment(), timeout_s=_START_S)
         process.__enter__()
         return process
 
@@ -95,10 +89,7 @@ class OwnServer:
 
     def launch(self) -> Launch:
         """Return what it is started by."""
-        return plan(
-            self.model, self.settings, chunk_tokens=self._chunk, vllm_args=self._args, mode=self.mode,
-            l1_bytes=self._l1_bytes, saves=self._saves,
-        )  # fmt: skip
+        return plan(self.model, self.settings, vllm_args=self._args, **self._launched)
 
     def environment(self) -> dict[str, str]:
         """Return the variables that it is started with, beside those of `launch`."""
@@ -106,7 +97,7 @@ class OwnServer:
         small = {**SMALL, "MKL_NUM_THREADS": "1"} if weights <= _SMALL_BYTES and on_cpu() else {}
         several = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if "--tensor-parallel-size" in self._args else {}
         # For the route by which vLLM forgets its own blocks, so that what is cached comes from LMCache.
-        forgets = {"VLLM_SERVER_DEV_MODE": "1"} if self._saves else {}
+        forgets = {"VLLM_SERVER_DEV_MODE": "1"} if self._launched["saves"] else {}
         return {**small, **several, **forgets}
 
 
