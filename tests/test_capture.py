@@ -18,7 +18,6 @@ from lmcache_cartridge.cli.recall import MODEL_DIR, SHEETS_DIR
 from lmcache_cartridge.engine.contract import CAPTURE
 from lmcache_cartridge.errors import CanaryFailed, CartridgeError, SourceError
 from lmcache_cartridge.make import capture
-from lmcache_cartridge.make.light import ConfigModel
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.make.payload import pack, read_kv
 
@@ -122,7 +121,7 @@ def test_without_the_weights_the_fingerprints_decide_and_there_is_no_canary(
     model: CausalModel, ids: list[int], tmp_path: Path
 ) -> None:
     server: Any = FakeServer(model)
-    light, root = ConfigModel(str(MODEL_DIR)), tmp_path / "a"
+    light, root = CausalModel(str(MODEL_DIR), weights=False), tmp_path / "a"
     made = capture.build(light, server, ids, root, cartridge_id="a", version=1, compare=False)
     assert (made.canary, made.provenance.canary) == (None, None)
     assert torch.equal(read_kv(made, root), read_kv(*_compared(model, server, ids, tmp_path / "b")))

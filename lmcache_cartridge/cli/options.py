@@ -254,11 +254,6 @@ def load_model(model: str, made: Fingerprint | None = None, *, weights: bool = T
         if made is not None:
             options |= {"dtype": made.dtype, "max_model_len": made.max_model_len}
         options = {name: value for name, value in options.items() if value is not None}
-        if not weights:
-            from ..make.light import ConfigModel
-
-            options.pop("device", None)
-            return ConfigModel(model, **options)
         from ..make.model import CausalModel
 
-        return CausalModel(model, **options)
+        return CausalModel(model, weights=weights, **options)

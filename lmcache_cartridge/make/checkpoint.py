@@ -7,7 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoTokenizer, DeepseekV3Config
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    DeepseekV3Config,
+)
 
 from ..artifact.hf_config import ALIKE
 from ..artifact.weights import model_directory
@@ -15,6 +22,9 @@ from ..errors import UnsupportedModel
 
 ARGUMENTS: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 """For every `from_pretrained`. Without the second transformers asks whoever sits there, and runs the code on a y."""
+SEEING = ("gemma3", "llama4", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+"""Model types that read images beside text and whose answers to text were compared with an engine's. Qwen's rotate by three
+positions of each token (mrope), which are one and the same for text."""
 _CONFIGS: dict[str, Any] = {"deepseek_v3": DeepseekV3Config}
 
 
@@ -53,3 +63,27 @@ def _without_code(read: Callable[..., Any], directory: Path) -> Any:
         raise UnsupportedModel(
             f"transformers reads {directory.name} by code of the model's own alone, and no such code is run"
         ) from error
+
+
+def auto_class(config: Any) -> Any:
+    """Return what of transformers loads the models of a config."""
+    return AutoModelForImageTextToText if config.model_type in SEEING else AutoModelForCausalLM
+
+
+def outline(directory: Path, dtype: Any) -> Any:
+    """Return a model whose weights are nowhere, and whose buffers, such as RoPE's frequencies, are computed."""
+    config, register = read_config(directory), torch.nn.Module.register_parameter
+
+    def nowhere(module: Any, name: str, parameter: torch.nn.Parameter | None) -> None:
+        register(
+            module,
+            name,
+            parameter if parameter is None else torch.nn.Parameter(parameter.to("meta"), requires_grad=False),
+        )
+
+    saved = getattr(config.get_text_config(), "dtype", None) or torch.float32
+    try:
+        torch.nn.Module.register_parameter = nowhere  # type: ignore[method-assign, assignment]
+        return auto_class(config).from_config(config, dtype=saved if dtype == "auto" else dtype)
+    finally:
+        torch.nn.Module.register_parameter = register  # type: ignore[method-assign]

@@ -12,12 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    DynamicCache,
-)  # fmt: skip
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, DynamicCache
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging
 
@@ -37,17 +32,16 @@ from ..artifact.weights import adapter_digest, weights_digest
 from ..errors import UnsupportedModel
 from ..memory.layout import DTYPES
 from ..memory.rope import default_frequencies, rotate
-from .checkpoint import ARGUMENTS, locate_model, read_config, read_tokenizer
+from .checkpoint import ARGUMENTS, SEEING, auto_class, locate_model, outline, read_config, read_tokenizer
 from .lora import add_adapter
 
 ROWS_BYTES = 512 << 20
 """Memory that sequences sharing one prefix may take for their copies of it."""
-_SEEING = ("gemma3", "llama4", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-"""Model types that read images beside text and whose answers to text were compared with an engine's. Qwen's rotate by three
-positions of each token (mrope), which are one and the same for text."""
 _SAME = 0.1
 """Relative error below which keys are the same but for rounding. In bfloat16 it grows with the layers; of keys that were
 not rotated it is about 1."""
+_HALF = ("llama", "mistral", "qwen2", "qwen3")
+"""Model types all of whose layers rotate their keys, dimension i with i + rotary_dim / 2 (transformers 5)."""
 _IDS = range(1, 9)
 """Tokens to try a model with."""
 _MARK = re.compile(r"<[^<>]+>|\[[A-Z_]+\]")
@@ -74,7 +68,7 @@ class CausalModel:
 
     def __init__(
         self, name: str, *, dtype: str = "auto", device: str = "cpu", lora: Path | None = None,
-        max_model_len: int | None = None,
+        max_model_len: int | None = None, weights: bool = True,
     ) -> None:  # fmt: skip
         """Load the model. `dtype` is a key of `DTYPES`, or `auto` for the one it was saved in; `device` is one of torch's,
         or `auto` for the first GPU where there is one.
@@ -82,6 +76,9 @@ class CausalModel:
         `max_model_len` is the engine's, by which longrope is settled: see `artifact.hf_config.takes_long_factors`.
         With `lora`, a directory, it computes with that PEFT LoRA adapter in all it does. Raises `UnsupportedModel` when
         there is no such model or adapter here, or its KV cannot be a cartridge.
+
+        Without `weights` it takes no memory and computes nothing: `prefill`, `logits` and the like are not to be had. How keys
+        rotate is then known of the types in `_HALF`; a cartridge of any other stands first in a chain.
         """
         digest = None if lora is None else adapter_digest(lora)
         directory, self.name = locate_model(name)
@@ -90,21 +87,29 @@ class CausalModel:
         self.device = torch.device(own if device == "auto" else device)
         options = self._checked_options(directory)  # before the weights are read, which may take minutes
         wanted = dtype if dtype == "auto" else DTYPES[dtype]
-        self.model: Any = self._load(directory, wanted, options)
-        torch.nn.Module.to(self.model, self.device)  # PreTrainedModel's is typed for nothing but itself
-        self.model.eval().requires_grad_(False)
+        self.model: Any = self._load(directory, wanted, options) if weights else outline(directory, wanted)
         self.max_model_len = max_model_len
         self._settle_rope()
         self.lora = lora
-        if lora is not None:
-            add_adapter(self.model, lora)
         self.tokenizer: Any = read_tokenizer(directory)
         self.fingerprint = msgspec.structs.replace(self._fingerprint(directory), lora=digest)
-        self._copies = self._copies_of_heads()
         self._order: list[int] | None = None
         """Which of a rotary key's elements transformers has where engines have the first, second, ...; None for the same."""
-        if rope := self.fingerprint.rope:
+        rope = self.fingerprint.rope
+        self.reorders = bool(rope) and rope[0].pairing is not None
+        """Whether engines have the elements of a key in another order than transformers."""
+        if weights:
+            torch.nn.Module.to(self.model, self.device)  # PreTrainedModel's is typed for nothing but itself
+            self.model.eval().requires_grad_(False)
+            if lora is not None:
+                add_adapter(self.model, lora)
+            self._copies = self._copies_of_heads()
+        if rope and weights:
             self.fingerprint = msgspec.structs.replace(self.fingerprint, rope=self._found(rope))
+        elif self.model.config.model_type in _HALF:
+            every = tuple(range(self.fingerprint.layers))
+            known = tuple(msgspec.structs.replace(each, pairing="half", layers=every) for each in rope)
+            self.fingerprint = msgspec.structs.replace(self.fingerprint, rope=known)
 
     def _found(self, rope: Rope) -> Rope:
         """Return how this model's keys rotate with what can be found out by trying only."""
@@ -120,11 +125,6 @@ class CausalModel:
             pairing, layers = None, None  # the config says otherwise, which is what an engine goes by
         replaced = {"pairing": pairing} if others else {"pairing": pairing, "layers": layers}
         return tuple(msgspec.structs.replace(each, **replaced) for each in rope)  # of which kind, the config says
-
-    @property
-    def reorders(self) -> bool:
-        """Whether engines have the elements of a key in another order than transformers."""
-        return self._order is not None
 
     def need_values(self, verb: str) -> None:
         """Raise `UnsupportedModel` where a cache is not the keys and values of transformers, which `verb` is made for."""
@@ -144,9 +144,8 @@ class CausalModel:
         """Raises `UnsupportedModel` for a quantised model that transformers cannot compute here, or where weights are missing."""
         config = read_config(directory)
         quantised = quantisation_of(config.to_dict().get("quantization_config"))
-        auto: Any = AutoModelForImageTextToText if config.model_type in _SEEING else AutoModelForCausalLM
         try:
-            model, found = auto.from_pretrained(
+            model, found = auto_class(config).from_pretrained(
                 directory, config=config, dtype=dtype, output_loading_info=True, **ARGUMENTS, **options
             )
         except (ImportError, RuntimeError, ValueError) as error:
@@ -172,10 +171,10 @@ class CausalModel:
         whole = read_config(directory)
         config = whole.get_text_config()
         of_config(config_fields(config), dtype="float32")
-        if whole.model_type not in _SEEING and type(whole) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        if whole.model_type not in SEEING and type(whole) not in MODEL_FOR_CAUSAL_LM_MAPPING:
             raise UnsupportedModel(
                 f"{whole.model_type} is none of the models that read images or sound beside text whose answers to text were "
-                f"compared with an engine's; those are {', '.join(_SEEING)}"
+                f"compared with an engine's; those are {', '.join(SEEING)}"
             )
         # PyTorch's attention, the default, leaves soft caps out without a word (transformers 5.19): 1.9 nats on a loud model.
         return {"attn_implementation": "eager"} if getattr(config, "attn_logit_softcapping", None) else {}

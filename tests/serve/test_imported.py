@@ -26,7 +26,6 @@ from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.cli.recall import MODEL_DIR
 from lmcache_cartridge.errors import UnsupportedModel
 from lmcache_cartridge.library.registry import Registry
-from lmcache_cartridge.make.light import ConfigModel
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.make.payload import read_kv
 from lmcache_cartridge.serve import imported
@@ -312,7 +311,7 @@ def model() -> CausalModel:
 
 
 def test_a_models_config_alone_tells_its_fingerprint(model: CausalModel) -> None:
-    light = ConfigModel(str(MODEL_DIR))
+    light = CausalModel(str(MODEL_DIR), weights=False)
     assert light.fingerprint == model.fingerprint
     assert light.context_tokens == model.context_tokens
     assert light.ordinary_ids().tolist() == model.ordinary_ids().tolist()
@@ -366,7 +365,7 @@ def test_nothing_in_a_file_runs_or_unpacks(tmp_path: Path, monkeypatch: pytest.M
 def test_kv_that_engines_have_otherwise_is_refused_without_the_model_too(
     tmp_path: Path, family: str, what: str
 ) -> None:
-    model = ConfigModel(str(make_model(tmp_path / "model", FAMILIES[family]())))
+    model = CausalModel(str(make_model(tmp_path / "model", FAMILIES[family]())), weights=False)
     with pytest.raises(UnsupportedModel, match=what):
         model.need_values("import")
-    ConfigModel(str(MODEL_DIR)).need_values("import")
+    CausalModel(str(MODEL_DIR), weights=False).need_values("import")
