@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 from blake3 import blake3
 
 from ..artifact.chat import Chat
 from ..artifact.hf_config import reach
 from ..errors import ArtifactError
 from .foreign.ids import check_vocabulary
+from .foreign.ids import read_ids as ids_in
 from .model import CausalModel
 
 
@@ -58,27 +57,14 @@ def read_text(path: Path) -> tuple[str, str]:
 
 
 def read_ids(model: CausalModel, path: Path) -> Document:
-    """Return the token ids of a file, with no text: a `.npy` file, a JSON list, or numbers with spaces between them.
+    """Return the token ids of a file, with no text, as `foreign.ids.read_ids` reads them.
 
-    Raises `ArtifactError` for anything else, no ids, ids outside the model's vocabulary or more than its context.
+    Raises `ArtifactError` for no such file, and for ids outside the model's vocabulary or more than its context.
     """
-    raw = path.read_bytes()
-    try:
-        if path.suffix == ".npy":
-            found = np.load(path, allow_pickle=False)
-        else:
-            text = raw.decode("utf-8")
-            found = np.array(json.loads(text) if text.lstrip().startswith("[") else list(map(int, text.split())))
-    except (ValueError, EOFError, OverflowError, RecursionError) as error:
-        raise ArtifactError(f"{path} is no list of token ids: {error}") from None
-    if found.size == 0:
-        raise ArtifactError(f"{path} has no token ids")
-    if found.ndim != 1 or found.dtype.kind not in "iu":
-        raise ArtifactError(f"{path} is no list of token ids, but {found.dtype} of shape {found.shape}")
-    ids = found.tolist()
+    ids = ids_in(path)
     check_vocabulary(model, ids, path)
     check_fits(model, path, ids)
-    return Document(path, "", ids, blake3(raw).hexdigest())
+    return Document(path, "", ids, blake3(path.read_bytes()).hexdigest())
 
 
 def check_fits(model: CausalModel, path: Path, ids: Sequence[int]) -> None:

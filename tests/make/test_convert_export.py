@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import foreign
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -19,13 +18,13 @@ from serving import stored_kv
 from wards import MODEL, save
 
 from lmcache_cartridge.artifact import reading
-from lmcache_cartridge.artifact.manifest import Manifest, Measured, Origin, Provenance, Training
+from lmcache_cartridge.artifact.manifest import Manifest
 from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.cli.recall import load_sheet
 from lmcache_cartridge.errors import ArtifactError, CartridgeExists
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make.foreign.convert import import_
-from lmcache_cartridge.make.foreign.export import card, export
+from lmcache_cartridge.make.foreign.export import export
 from lmcache_cartridge.make.foreign.recognise import recognise
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.settings import from_mapping
@@ -94,27 +93,6 @@ def test_the_card_has_what_the_hub_looks_for(model: CausalModel, ids: list[int],
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert (config["peft_type"], config["base_model_name_or_path"]) == ("CARTRIDGE", "org/base-model")
     assert (config["num_virtual_tokens"], config["num_frozen_tokens"]) == (P, 1)
-
-
-def test_the_card_says_what_the_cartridge_was_made_of_and_how_it_was_trained(
-    model: CausalModel, ids: list[int], tmp_path: Path
-) -> None:
-    made = save(model, tmp_path / "in", ids[:P], name="it", kind="trained")
-    facts = Provenance(
-        "t", "2026", document="a|b.txt", origin=Origin("PEFT CARTRIDGE adapter", "org/notes", "ab" * 32, "org/llama"),
-        training=Training(
-            "distill", "sci", 3, 90, 400, 375, 0.5, 12.0, 0.05, 9, Measured("questions", 10, 0.9, (0.596, 0.982), 1.0, 0.1, 0.89),
-        ),
-    )  # fmt: skip
-    text = card(msgspec.structs.replace(made, provenance=facts), "org/base")
-    assert "| document | a b.txt |" in text
-    assert f"| made of | org/notes, PEFT CARTRIDGE adapter, blake3 `{'ab' * 32}` |" in text
-    assert "| training | distill from sci, seed 3, 400 steps on 90 questions, the best after 375 |" in text
-    assert (
-        "| 10 questions that nothing was chosen by | 90.0% right (95% interval 59.6% to 98.2%); the document 100.0%, nothing "
-        "10.0% |" in text
-    )
-    assert all(line.count("|") == 3 for line in text.splitlines() if line.startswith("|"))
 
 
 @pytest.mark.parametrize("form", FORMS)

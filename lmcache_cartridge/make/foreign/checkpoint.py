@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,14 @@ from . import pickle
 from .formats import Foreign, Pairs
 from .ids import DOCUMENT_IDS, IDS, ids_beside, plain_ids, read_json
 
-_FLAT = re.compile(r"layers\.(\d{1,4})\.attention\.prefix\.(keys|values)")
-_NAMES = (("k", "v"), ("key", "value"), ("keys", "values"))
-_FROZEN = ("frozen", "fixed")
+FORMS = {
+    "HazyResearch checkpoint": r"(?P<part>trainable|frozen|fixed)_(?P<plane>keys|values)\.(?P<layer>\d{1,4})",
+    "layers.N.attention.prefix tensors": r"(?P<part>)layers\.(?P<layer>\d{1,4})\.attention\.prefix\.(?P<plane>keys|values)",
+    "list of (K, V), one a layer": r"(?P<part>)(?P<layer>\d{1,4})\.(?P<plane>\w+)",
+}
+"""How the tensors of a form are called: the names and numbers on the way to each, with dots between them."""
+_PLANES = {"0": 0, "k": 0, "key": 0, "keys": 0, "1": 1, "v": 1, "value": 1, "values": 1}
+_DEEP = 2
 
 
 def read(path: Path, *, drop_frozen: bool = False) -> Foreign:
@@ -26,27 +32,28 @@ def read(path: Path, *, drop_frozen: bool = False) -> Foreign:
     """
     content = pickle.load(path)
     inside = content if isinstance(content, dict) else {}
-    if (found := _parse(path, content)) is None:
-        if content is not inside:
-            raise ForeignFormatError(f"{path}: a {type(content).__name__} is no known form of KV")
-        first = list(inside)[:8]
-        names = sorted(str(name)[:40] if isinstance(name, str | int) else type(name).__name__ for name in first)
+    cache, ids = inside.get("kv_cache"), inside.get("token_ids")
+    form, segments = _kv(path, content)
+    if not segments and (segments := _kv(path, cache)[1]):
+        form = "{token_ids, kv_cache, metadata}"
+    elif not segments and ids is not None:
+        unread = ", without its kv_cache, which is in no known form" if cache is not None else ""
+        form = f"{{token_ids}}{unread}"
+    elif not segments:
+        names = sorted(str(name)[:40] for name in list(inside)[:8] if isinstance(name, str | int))
         raise ForeignFormatError(
-            f"{path}: no known form of KV; it has {', '.join(names) or 'nothing'}, and trainable_keys, a list of (K, V), "
-            "layers.N.attention.prefix.keys or token_ids was expected"
+            f"{path}: no known form of KV; it has {', '.join(names) or f'a {type(content).__name__} in it'}, and trainable_keys, "
+            "a list of (K, V), layers.N.attention.prefix.keys or token_ids was expected"
         )
-    form, segments = found
-    ids = plain_ids(inside["token_ids"], path) if inside.get("token_ids") is not None else None
-    ids = ids_beside(path.parent, IDS) if ids is None else ids
     if drop_frozen:
         if len(segments) < 2:
             raise ForeignFormatError(f"{path}: has no frozen positions to drop")
         segments = segments[1:]
-    if not segments and ids is None:
-        raise ForeignFormatError(f"{path}: neither KV nor token ids in it")
-    document_ids = ids_beside(path.parent, DOCUMENT_IDS)
-    base = _base_model(path, inside)
-    return Foreign(form, path, segments, token_ids=ids, document_ids=document_ids, base_model=base)
+    return Foreign(
+        form, path, segments,
+        token_ids=ids_beside(path.parent, IDS) if ids is None else plain_ids(ids, path),
+        document_ids=ids_beside(path.parent, DOCUMENT_IDS), base_model=_base_model(path, inside),
+    )  # fmt: skip
 
 
 def _base_model(path: Path, inside: dict[Any, Any]) -> str | None:
@@ -58,71 +65,46 @@ def _base_model(path: Path, inside: dict[Any, Any]) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def _parse(path: Path, content: Any) -> tuple[str, tuple[Pairs, ...]] | None:
-    """Return the form of what a file holds, and its KV; None where it has none that is known."""
-    if isinstance(content, list | tuple):
-        return "list of (K, V), one a layer", (_pairs(path, content),)
-    if not isinstance(content, dict):
-        return None
-    if "trainable_keys" in content:
-        return _trainable(path, content)
-    if any(isinstance(name, str) and _FLAT.fullmatch(name) for name in content):
-        return "layers.N.attention.prefix tensors", (_flat(path, content),)
-    if content.get("kv_cache") is not None and (found := _parse(path, content["kv_cache"])) is not None:
-        return "{token_ids, kv_cache, metadata}", found[1]
-    if "token_ids" in content:
-        unread = ", without its kv_cache, which is in no known form" if content.get("kv_cache") is not None else ""
-        return f"{{token_ids}}{unread}", ()
-    return None
+def _kv(path: Path, content: Any) -> tuple[str, tuple[Pairs, ...]]:
+    """Return the form of what a file holds and its KV, frozen before trainable; nothing where it has none that is known."""
+    leaves = dict(_leaves(content, "", _DEEP))
+    for form, pattern in FORMS.items():
+        parts: dict[str, dict[tuple[int, int | None], Any]] = {}
+        for name, leaf in leaves.items():
+            if match := re.fullmatch(pattern, name):
+                parts.setdefault(match["part"], {})[int(match["layer"]), _PLANES.get(match["plane"])] = leaf
+        if {"frozen", "fixed"} <= set(parts):
+            raise ForeignFormatError(f"{path}: has both frozen_keys and fixed_keys, which are two names for one thing")
+        if not parts:
+            continue
+        named = sorted(parts)  # fixed and frozen before trainable
+        if named[-1] == "trainable":
+            form += f", {named[0]}_keys" if len(named) > 1 else ", nothing frozen"
+        elif named[-1]:
+            raise ForeignFormatError(f"{path}: {named[-1]}_keys and no trainable_keys")
+        return form, tuple(_pairs(path, f"{part} KV".strip(), parts[part]) for part in named)
+    return "", ()
 
 
-def _trainable(path: Path, content: dict[str, Any]) -> tuple[str, tuple[Pairs, ...]]:
-    trainable = _zipped(path, content, "trainable")
-    frozen = {name: pairs for name in _FROZEN if (pairs := _zipped(path, content, name))}
-    if len(frozen) == 2:
-        raise ForeignFormatError(f"{path}: has both frozen_keys and fixed_keys, which are two names for one thing")
-    name = next((f"{name}_keys" for name in frozen), "nothing frozen")
-    return f"HazyResearch checkpoint, {name}", (*frozen.values(), trainable)
-
-
-def _zipped(path: Path, content: dict[str, Any], name: str) -> Pairs:
-    keys, values = (_tensors(path, content.get(f"{name}_{plane}"), f"{name}_{plane}") for plane in ("keys", "values"))
-    if len(keys) != len(values):
-        raise ForeignFormatError(f"{path}: {len(keys)} {name}_keys and {len(values)} {name}_values")
-    return list(zip(keys, values, strict=True))
-
-
-def _tensors(path: Path, value: Any, name: str) -> list[torch.Tensor]:
-    """Return the tensors of a list or `ParameterList`; none for None."""
-    if isinstance(value, torch.nn.ParameterList):
+def _leaves(content: Any, name: str, deep: int) -> Iterator[tuple[str, Any]]:
+    """Yield what is in a list or dict, `deep` levels down, with the names on the way."""
+    if isinstance(content, torch.nn.ParameterList):
         # Its own methods are not used: the file may have put anything in their place.
-        value = vars(value).get("_parameters")
-        is_list = isinstance(value, dict) and set(value) == {str(i) for i in range(len(value))}
-        value = [value[str(i)] for i in range(len(value))] if is_list else "?"
-    value = [] if value is None else value
-    if not isinstance(value, list | tuple) or not all(isinstance(tensor, torch.Tensor) for tensor in value):
-        raise ForeignFormatError(f"{path}: {name} is not a list of tensors")
-    return list(value)
+        content = vars(content).get("_parameters")
+    if isinstance(content, list | tuple):
+        content = dict(enumerate(content))
+    if isinstance(content, dict) and deep:
+        for key, inner in content.items():
+            if isinstance(key, str | int):
+                yield from _leaves(inner, f"{name}.{key}" if name else str(key), deep - 1)
+    elif content is not None:
+        yield name, content
 
 
-def _pairs(path: Path, layers: list | tuple) -> Pairs:
-    found = []
-    for number, layer in enumerate(layers):
-        if isinstance(layer, dict):
-            layer = next(([layer[name] for name in names] for names in _NAMES if set(layer) == set(names)), None)
-        is_pair = isinstance(layer, list | tuple) and len(layer) == 2
-        if not is_pair or not all(isinstance(tensor, torch.Tensor) for tensor in layer):
-            raise ForeignFormatError(f"{path}: layer {number} is neither (K, V) nor a dict of k and v")
-        found.append((layer[0], layer[1]))
-    if not found:
-        raise ForeignFormatError(f"{path}: an empty list is no KV")
-    return found
-
-
-def _flat(path: Path, content: dict[Any, Any]) -> Pairs:
-    matches = {_FLAT.fullmatch(name): tensor for name, tensor in content.items() if isinstance(name, str)}
-    planes = {(int(m[1]), m[2]): tensor for m, tensor in matches.items() if m}
-    layers = [[(layer, plane) for plane in ("keys", "values")] for layer in range(len(planes) // 2)]
-    if set(planes) != {each for layer in layers for each in layer}:
-        raise ForeignFormatError(f"{path}: layers.N.attention.prefix has gaps: not keys and values of every layer")
-    return _pairs(path, [[planes[each] for each in layer] for layer in layers])
+def _pairs(path: Path, what: str, found: dict[tuple[int, int | None], Any]) -> Pairs:
+    """Return K and V of each layer."""
+    layers = range(len(found) // 2)
+    is_whole = set(found) == {(layer, plane) for layer in layers for plane in (0, 1)}
+    if not is_whole or not all(isinstance(each, torch.Tensor) for each in found.values()):
+        raise ForeignFormatError(f"{path}: {what} is not a tensor of keys and one of values for every layer")
+    return [(found[layer, 0], found[layer, 1]) for layer in layers]

@@ -67,7 +67,7 @@ def import_(
     It is a prefill cartridge if it has token ids whose forward pass gives its KV but for rounding, else a trained
     one, which carries the ids of the text file `document` if that is given. `axes` names the order of its axes where
     shapes leave that open, one of `fit.READINGS`; `rounding` allows a dtype that does not hold every value. Without
-    `compare` nothing is computed, so `model` may be a `ConfigModel`: KV is then trained, with its own ids as its document,
+    `compare` nothing is computed, so `model` may be without weights: KV is then trained, with its own ids as its document,
     and has no canary. Raises `ModelMismatch` or `ForeignFormatError`, and leaves nothing behind. Registers nothing.
     """
     if not foreign.segments:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import torch
@@ -88,32 +87,6 @@ def _hazy(manifest: Manifest, kv: torch.Tensor, base: str, directory: Path) -> N
     (directory / "meta.json").write_text(json.dumps(notes, indent=2))
 
 
-def _facts(manifest: Manifest) -> str:
-    """Return rows of a table that say what a cartridge was made of and how it was trained, where its manifest does."""
-    origin, training, rows = manifest.provenance.origin, manifest.provenance.training, []
-    if manifest.provenance.document:
-        rows.append(f"| document | {_cell(manifest.provenance.document)} |")
-    if origin:
-        rows.append(f"| made of | {_cell(origin.name)}, {_cell(origin.format)}, blake3 `{_cell(origin.blake3)}` |")
-    if training:
-        rows.append(
-            f"| training | {_cell(training.objective)} from {_cell(training.init)}, seed {training.seed}, {training.steps} "
-            f"steps on {training.questions} questions, the best after {training.best_step} |"
-        )
-        if (found := training.measured) is not None:
-            low, high = found.interval
-            rows.append(
-                f"| {found.count} {found.of} that nothing was chosen by | {found.cartridge:.1%} right (95% interval "
-                f"{low:.1%} to {high:.1%}); the document {found.document:.1%}, nothing {found.nothing:.1%} |"
-            )
-    return "".join(f"{row}\n" for row in rows)
-
-
-def _cell(text: str) -> str:
-    """Return text that cannot end a table's cell, or begin markup."""
-    return re.sub(r"[|`<>\s\[\]]+", " ", text)
-
-
 def card(manifest: Manifest, base: str) -> str:
     """Return a model card with the metadata by which the Hub finds adapters."""
     shape, origin = manifest.fingerprint, manifest.provenance
@@ -144,7 +117,7 @@ A cartridge: the KV cache of {manifest.positions} positions for `{base}`, to sta
 | dtype | {shape.dtype}{", exported from int8" if manifest.payload and manifest.payload.encoding == "int8" else ""} |
 | digest | `{manifest.digest}` |
 | made | {origin.created}, {origin.tool} |
-{_facts(manifest)}| exported by | lmcache-cartridge {__version__} |
+| exported by | lmcache-cartridge {__version__} |
 
 With PEFT:
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from ...errors import ArtifactError, ForeignFormatError
@@ -27,8 +28,19 @@ def check_vocabulary(model: CausalModel, ids: list[int], source: Path) -> None:
 
 
 def read_ids(source: Path) -> list[int]:
-    """Return the ids in a JSON file that is a list of them, or has one under `token_ids`."""
-    content = read_json(source)
+    """Return the ids in a file: a `.npy` array, a JSON list, one under `token_ids`, or numbers with spaces between them.
+
+    Raises `ForeignFormatError` for anything else.
+    """
+    try:
+        if source.suffix == ".npy":
+            content = np.load(source, allow_pickle=False).tolist()
+        elif source.suffix == ".json" or source.read_bytes().lstrip().startswith(b"["):
+            content = read_json(source)
+        else:
+            content = [int(word) for word in source.read_text(encoding="utf-8").split()]
+    except (ValueError, EOFError, OSError) as error:
+        raise ForeignFormatError(f"{source} is no list of token ids: {error}") from None
     if isinstance(content, dict) and content.get("kv_cache") is not None:
         raise ForeignFormatError(f"{source}: KV in JSON is no known format; save it as a .pt file of tensors")
     return plain_ids(content.get("token_ids") if isinstance(content, dict) else content, source)
