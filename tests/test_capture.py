@@ -150,12 +150,12 @@ def test_a_conversation_is_rendered_by_the_server(model: CausalModel) -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ([], "needs a --document"), (["--messages", "m.json"], "m.json has 0 messages"),
-        (["--document", "m.json", "--messages", "m.json", "--url", "http://x"], "needs a --document"),
-        (["--document", "m.json", "--url", "http://x", "--compact", "4x"], "leave --url out"),
+        ([], "takes one of --document"), (["--messages", "m.json"], "m.json has 0 messages"),
+        (["--document", "m.json", "--messages", "m.json", "--url", "http://x"], "takes one of --document"),
+        (["--document", "m.json", "--url", "http://x", "--compact", "4x"], "--compact excludes"),
         (["--messages", "none.json", "--url", "http://x"], "does not exist"),
-        (["--document", "m.json", "--no-compare"], "it goes with --url"),
-        (["--document", "m.json", "--compact", "4x", "--no-compare"], "leave --no-compare out"),
+        (["--document", "m.json", "--no-compare"], "--no-compare needs --url"),
+        (["--document", "m.json", "--compact", "4x", "--no-compare"], "--compact excludes"),
     ],
 )  # fmt: skip
 def test_options_that_do_not_go_together_are_refused(

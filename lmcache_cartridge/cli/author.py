@@ -24,6 +24,7 @@ from .options import (
     Name,
     NoPromote,
     Payload,
+    check,
     command,
     file,
     finish,
@@ -168,42 +169,22 @@ def build(
 
 def _check_build(given: dict[str, Any]) -> None:
     """Raise `CartridgeError` unless the options say what to build, once, and go together."""
-
-    def has(*names: str) -> list[str]:
-        return [f"--{name.strip('_').replace('_', '-')}" for name in names if given[name] not in (None, False, "")]
-
-    is_document = bool(has("document")) and not has("token_ids")
-    if is_document + len(has("messages", "token_ids", "from_")) != 1:
-        raise CartridgeError(
-            "build needs a --document, the --messages of a conversation, --token-ids, or --from a cartridge; one of them"
-        )
-    is_chat = bool(has("chat")) or (bool(has("messages")) and not has("url"))
-    is_int8 = bool(has("from_")) and not has("compact")
-    rules = [
-        (has("chat") and not is_document,
-         "--chat makes a message of a --document; --messages say their roles, and --token-ids have none"),
-        (has("chat_template", "chat_arguments") and not is_chat,
-         "--chat-template and --chat-arguments go with --chat, or with --messages"),
-        (has("compact") and is_chat, "a compaction stands for a plain document; leave --chat and --messages out"),
-        (has("compact") and has("token_ids"), "a compaction reads the document itself; leave --token-ids out"),
-        (has("compact") and has("url"), "a compaction reads the document itself; leave --url out"),
-        (has("compact") and has("no_compare"), "a compaction computes with the model's weights; leave --no-compare out"),
-        (has("compact") and has("canary"),
-         "--canary is for a cartridge as long as its document; leave it out with --compact"),
-        (has("refine") and not has("questions"),
-         "--refine goes by --questions: without any it made cartridges that answer less"),
-        (has("url") and has("lora"), "--url has the base model compute; leave --lora or --url out"),
-        (has("no_compare") and not has("url"), "--no-compare has a server compute the KV; it goes with --url"),
-        (is_int8 and given["payload"] != "int8", "--from makes another cartridge of one: say --compact 4x, or --payload int8"),
-        (is_int8 and has("url", "canary", "model", "lora"), "--from with --payload int8 computes nothing; leave --model out"),
-        (not is_int8 and not has("model"), "build needs the --model"),
-    ]  # fmt: skip
-    only = has("questions", "held_out", "refine", "accept")
-    if only and not has("compact"):
-        raise CartridgeError(f"{only[0]} is for a compaction; say how short: --compact 4x")
-    for is_broken, why in rules:
-        if is_broken:
-            raise CartridgeError(why)
+    is_document = given["document"] is not None and given["token_ids"] is None  # else it is what these were made of
+    check(given | {"document": is_document}, "build takes one of --document, --messages, --token-ids, --from",
+          "--chat needs --document; --messages say their roles, and --token-ids have none")  # fmt: skip
+    of_a_server = {"messages": None} if given["url"] else {}
+    check(given | of_a_server, "--chat-template, --chat-arguments need --chat or --messages")
+    check(
+        given,
+        "--compact excludes --chat, --messages, --token-ids, --url, --no-compare, --canary; it computes a plain document",
+        "--questions, --held-out, --refine, --accept need --compact; they are for a compaction",
+        "--refine needs --questions; without any it made cartridges that answer less",
+        "--lora excludes --url; a server has the base model compute",
+        "--no-compare needs --url; it has a server compute the KV",
+        "--from needs --compact or --payload; say how short, or int8",
+        "--from excludes --url, --canary, --model, --lora; with --payload int8 nothing is computed"
+        if given["from_"] and not given["compact"] else "build needs --model",
+    )  # fmt: skip
 
 
 def _compact(

@@ -13,7 +13,7 @@ from typer import BadParameter
 
 from ..errors import CartridgeError, SettingsError
 from .making import load_for, maker_of
-from .options import ServedChunk, ServerModel, Url, Vllm, command, load_model, option, settings_of
+from .options import ServedChunk, ServerModel, Url, Vllm, check, command, load_model, option, settings_of
 from .show import bars, is_json, say, show, table
 
 if TYPE_CHECKING:
@@ -76,15 +76,10 @@ def bench(
 ) -> int:  # fmt: skip
     """Measure a vLLM server by `vllm bench serve`: time to first token, per output token and between tokens, with every
     token computed, with its own prefix cache, and with cartridges warm and cold. Writes report.html and bench.json."""
-    from ..make.bench import page
-
-    if url is None and model is None:
-        raise SettingsError("give --url URL of a running server, --model DIR to start one, or both")
-    if url is None and cartridge:
-        raise SettingsError("--cartridge is for a running server; give --url")
-    if url is not None and vllm:
-        raise SettingsError("--vllm is for a server that is started here; leave out --url")
+    check(locals(), "bench needs --url or --model", "--cartridge needs --url; it is of a running server",
+          "--vllm excludes --url; it is for a server that is started here")  # fmt: skip
     _check_out(output)
+    from ..make.bench import page
 
     with ExitStack() as stack:
         if url is not None:
@@ -155,7 +150,6 @@ def _measure(
     from ..make.bench.load import Load, Plan
     from ..make.bench.page import Report
     from ..make.bench.places import choose, questions
-    from ..make.bench.watch import Watch
 
     if maker is not None:
         maker.run = maker.run.replace("validate", "bench")
@@ -167,7 +161,7 @@ def _measure(
     if not chosen:
         raise CartridgeError(f"nothing can be measured: {'; '.join(left)}")
     plan = plan._replace(places=chosen)
-    with bars() as progress, Watch(target) as watch:
+    with bars() as progress:
         measured = load.measure(plan, progress)
     unlike = {place.p: not place.is_same for place in chosen}
     rows = figures.rows(measured, unlike)
@@ -181,7 +175,7 @@ def _measure(
         told.append("a trained cartridge is compared in time with a generated text of p tokens, and not in its answers")
     if "cold" in plan.ways and not all(place.files for place in chosen if place.cartridge):
         told.append("no file was dropped from the system's page cache, from which what is cold may have been read")
-    return Report(target, plan, measured, rows, watch, told)
+    return Report(target, plan, measured, rows, told)
 
 
 def _tell(report: Report, files: list[Path]) -> int:

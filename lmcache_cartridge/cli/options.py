@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import json
 import os
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from contextvars import ContextVar
 from functools import wraps
@@ -133,6 +134,29 @@ def command(example: str, name: str | None = None, group: Typer = app, **setting
         return run
 
     return add
+
+
+def check(given: Mapping[str, Any], *rules: str) -> None:
+    """Raise `CartridgeError` with the first of `rules` that the options given break.
+
+    A rule is `--a, --b need --c or --d`, `--a excludes --b, --c`, `build takes one of --a, --b`, or `build needs --a`,
+    with a reason behind a semicolon.
+    """
+
+    def there(text: str) -> list[bool]:
+        names = [name.replace("-", "_") for name in re.findall(r"--([\w-]+)", text)]
+        return [given.get(name, given.get(f"{name}_")) not in (None, False, "", [], "plain") for name in names]
+
+    for rule in rules:
+        first, *rest = map(there, re.split(" needs? | excludes? ", rule.partition(";")[0]))
+        if not rest:
+            is_met = sum(first) == 1
+        elif " exclude" in rule:
+            is_met = not (any(first) and any(rest[0]))
+        else:
+            is_met = any(rest[0]) or (bool(first) and not any(first))
+        if not is_met:
+            raise CartridgeError(rule)
 
 
 def length(text: str) -> tuple[float | None, int | None]:

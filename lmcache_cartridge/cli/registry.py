@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument
 
 from ..artifact.location import is_remote
-from ..errors import ArtifactError, CartridgeError
-from .options import NAMED, Library, Name, NoPromote, command, opened, option, registry_of, root_of, settings_of
+from ..errors import CartridgeError
+from .options import NAMED, Library, Name, NoPromote, check, command, opened, option, registry_of, root_of, settings_of
 from .show import bars, show, table
 
 if TYPE_CHECKING:
@@ -114,11 +114,11 @@ def remove(
     import shutil
 
     ours = settings_of().cartridges_dir.resolve()
-    if library is not None and delete_files:
-        raise ArtifactError(
-            "servers may still read the files of a published cartridge, so they stay; delete them where `show --library` "
-            "says that they lie, once no server needs them"
-        )
+    check(
+        locals(),
+        "--delete-files excludes --library; servers may still read the files of a published cartridge, so they stay; delete "
+        "them where `show --library` says that they lie, once no server needs them",
+    )
     with opened(library) as registry:
         removed = registry.remove(name)
     name, location = removed.name, removed.location

@@ -26,6 +26,7 @@ from .options import (
     ServerModel,
     Url,
     assignment,
+    check,
     command,
     file,
     length,
@@ -94,14 +95,11 @@ def train(
     from ..artifact.manifest import check_id
 
     check_id(id)
+    check(locals(), "train needs --questions or --self-study", "--writer-url needs --self-study; say how many")
     values = {name: value for name, value in locals().items() if name not in ("set", "accept", "restart")} | _recipe(
         set
     )
     values["compress"], values["positions"] = length(compress)
-    if not (questions or self_study):
-        raise CartridgeError("nothing to train on: give --questions or --self-study")
-    if writer_url and not self_study:
-        raise CartridgeError("--writer-url writes questions for --self-study; say how many")
     if missing := [name for name in ("torch", "transformers", "peft") if find_spec(name) is None]:
         raise CartridgeError(f"training needs {', '.join(missing)}; install lmcache-cartridge[train]")
     with working("load torch"):
@@ -159,27 +157,23 @@ def evaluate(
     document: Annotated[Path | None, file("text of the document (default: the ids that the cartridge carries)")] = None,
     ask_as: AskAs = None,
     answer_tokens: Annotated[int, option("longest answer", min=1)] = 64,
-    limit: Annotated[int | None, option("ask only so many questions, drawn evenly", min=1)] = None,
     judge_url: Annotated[
         str | None,
         option(
             "OpenAI-compatible server that also scores each answer from 0 to 5; its key is that in $JUDGE_API_KEY, and its model that in $JUDGE_MODEL, or the first it serves"
         ),
     ] = None,
-    output: Annotated[
-        Path | None, option("write evaluation.json, with every answer, and evaluation.png", metavar="DIR")
-    ] = None,
+    output: Annotated[Path | None, option("write evaluation.json, with every answer", metavar="DIR")] = None,
     device: Device = "auto",
 ) -> None:
     """Ask questions without a prefix, after the document, and after a cartridge; compare."""
-    if (url is None) == (model is None):
-        raise CartridgeError("say who is asked: the server at --url, or the --model here")
+    check(locals(), "evaluate takes one of --url, --model; say who is asked")
     location = registry_of(read_only=True).find(name)
     from ..make import evaluate
     from ..make.questions import read
     from ..make.server import JUDGE_KEY, Server
 
-    asked = evaluate.pick(read(questions), limit)
+    asked = read(questions)
     with ExitStack() as stack:
         judge = (
             stack.enter_context(Server(judge_url, os.environ.get("JUDGE_MODEL"), key=JUDGE_KEY)) if judge_url else None

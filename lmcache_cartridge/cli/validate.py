@@ -20,6 +20,7 @@ from .options import (
     ServerModel,
     Url,
     Vllm,
+    check,
     command,
     load_model,
     option,
@@ -71,6 +72,11 @@ def validate(
     --junitxml=report.xml'. With a cartridge's name, ask what is known to follow that."""
     if name is not None:
         return _canary(name, url, server_model)
+    check(
+        locals(), "validate needs --url or --model", "--cartridges need --url; they are for a running server",
+        "--vllm excludes --url; it is for a server that is started here",
+        "--cartridges exclude --model, which makes cartridges of its own",
+    )  # fmt: skip
     from ..make.trial.own import MODES
     from ..validate import suite
 
@@ -78,14 +84,6 @@ def validate(
     chosen: list[Any] = [mode for mode in modes.split(",") if mode]
     if not chosen or any(mode not in MODES for mode in chosen) or len(set(chosen)) < len(chosen):
         raise SettingsError(f"--modes {modes}: write one or two of {', '.join(MODES)}")
-    for is_wrong, why in (
-        (url is None and not model, "give --url URL of a running server, --model DIR to start one, or both"),
-        (url is None and cartridges, "--cartridges are for a running server; give --url"),
-        (url is not None and vllm, "--vllm is for a server that is started here; leave out --url"),
-        (model and cartridges, "--cartridges are asked without --model, which makes cartridges of its own; give one"),
-    ):
-        if is_wrong:
-            raise SettingsError(why)
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cartridge-validate-")))
         with bars() as progress:

@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import CartridgeError
-from . import plot
 from .ask import WAYS, Asker, Way
 from .progress import Progress, silent
 from .questions import Question
 from .server import HIGHEST, Server
 
-REPORT, PICTURE = "evaluation.json", "evaluation.png"
+REPORT = "evaluation.json"
 SHORT_WORDS = 8
 """An answer of at most so many words is right or wrong."""
 
@@ -58,12 +57,6 @@ def interval(share: float, count: int) -> tuple[float, float]:
     z = 1.96
     middle, wide = share + z * z / (2 * count), z * math.sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2)
     return max(0.0, (middle - wide) / (1 + z * z / count)), min(1.0, (middle + wide) / (1 + z * z / count))
-
-
-def pick(questions: Sequence[Question], limit: int | None) -> list[Question]:
-    """Return at most `limit` questions, evenly from all."""
-    count = min(limit or len(questions), len(questions))
-    return [questions[i * len(questions) // count] for i in range(count)]
 
 
 def ask_all(
@@ -120,12 +113,11 @@ def rows(result: Mapping[str, Any]) -> list[dict[str, str]]:
 
 
 def write(result: Mapping[str, Any], answers: Mapping[Way, Sequence[Answer]], directory: Path) -> None:
-    """Write `REPORT`, the result with every answer, and `PICTURE` into `directory`, over what is there."""
+    """Write `REPORT`, the result with every answer, into `directory`, over what is there."""
     directory.mkdir(parents=True, exist_ok=True)
     every = {way: [answer._asdict() | {"exact": answer.exact} for answer in given] for way, given in answers.items()}
     text = json.dumps({**result, "answers": every}, indent=2, ensure_ascii=False)
     (directory / REPORT).write_text(text + "\n", encoding="utf-8")
-    plot.shares({way: found["exact"] for way, found in result["ways"].items()}, directory / PICTURE, result["name"])
 
 
 def _plain(text: str) -> str:

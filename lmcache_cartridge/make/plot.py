@@ -1,4 +1,4 @@
-"""Plots of a training, of an evaluation and of times, as PNG files."""
+"""Plots of a training and of times, as PNG files."""
 
 from __future__ import annotations
 
@@ -19,16 +19,6 @@ def losses(rows: Sequence[Mapping[str, float]], path: Path, title: str) -> None:
         axes.plot(*zip(*points, strict=True), style, label=label, markersize=3, linewidth=1) if points else None
     axes.set(title=title, xlabel="step", ylabel="nats an answer token", yscale="log")
     axes.legend()
-    _save(axes, path)
-
-
-def shares(values: Mapping[str, float], path: Path, title: str) -> None:
-    """Draw one bar a name for a share from 0 to 1."""
-    axes = _axes(7, 0.8 + 0.35 * len(values))
-    names = list(values)[::-1]
-    bars = axes.barh(names, [100 * values[name] for name in names], color="#4c78a8")
-    axes.bar_label(bars, fmt="%.1f", padding=3)
-    axes.set(title=title, xlabel="exact answers (%)", xlim=(0, 112))
     _save(axes, path)
 
 

@@ -352,11 +352,11 @@ def test_what_is_longer_than_the_context_is_left_out(start: Callable[..., Mock],
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ([], "give --url URL"),
+        ([], "bench needs --url or --model"),
         (["--url", "http://127.0.0.1:9"], "127.0.0.1:9"),
         (["--url", "URL", "--cartridge", "nobody"], "no route /v1/cartridges"),
         (["--url", "URL", "--model", "m"], "leave out --model"),
-        (["--url", "URL", "--vllm=--x"], "leave out --url"),
+        (["--url", "URL", "--vllm=--x"], "--vllm excludes --url"),
         (["--url", "http://a b:port"], "is no URL of a server"),
     ],
 )

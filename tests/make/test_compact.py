@@ -382,9 +382,9 @@ def test_build_compact_and_compact_of_what_was_built_are_the_same_but_for_roundi
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (("--refine", "3"), "say how short"),
-        (("--accept", "0.5"), "say how short"),
-        (("--compact", "4x", "--refine", "100"), "--refine goes by --questions"),
+        (("--refine", "3"), "need --compact"),
+        (("--accept", "0.5"), "need --compact"),
+        (("--compact", "4x", "--refine", "100"), "--refine needs --questions"),
         (("--compact", "4x", "--canary", "x"), "--canary"),
         (("--compact", "2048"), "give fewer"),
     ],

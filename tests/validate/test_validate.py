@@ -469,11 +469,11 @@ def test_the_command_makes_the_checks_by_pytest_and_ends_with_what_they_found(
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ([], "--url URL of a running server, --model DIR"),
+        ([], "validate needs --url or --model"),
         (["--url", "http://x", "--tier", "99"], "there is no tier 99; there are -1, 0, 0.5"),
-        (["--url", "http://x", "--vllm", "--max-model-len 5"], "--vllm is for a server that is started here"),
-        (["--model", "m", "--cartridges", "a"], "are for a running server"),
-        (["--url", "http://x", "--model", "m", "--cartridges", "a"], "--cartridges are asked without --model"),
+        (["--url", "http://x", "--vllm", "--max-model-len 5"], "it is for a server that is started here"),
+        (["--model", "m", "--cartridges", "a"], "they are for a running server"),
+        (["--url", "http://x", "--model", "m", "--cartridges", "a"], "--cartridges exclude --model"),
         (["--url", "http://x", "--modes", "sideways"], "write one or two of in-process, multiprocess"),
     ],
 )

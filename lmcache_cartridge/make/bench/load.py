@@ -20,6 +20,7 @@ from ...errors import CartridgeError, SourceError, UnsupportedEngine
 from ..progress import Progress, silent
 from .places import Place
 from .target import Target, held_of
+from .watch import memory_of
 
 Way = Literal["dense", "prefix", "warm", "cold"]
 WAYS: tuple[Way, ...] = ("dense", "prefix", "warm", "cold")
@@ -84,6 +85,10 @@ class Measured:
         """Why it ended before its end."""
         self.was_interrupted = False
         self.seconds = 0.0
+        self.memory: list[tuple[float, float]] = []
+        """Seconds from the start, and the server's bytes."""
+        self.memory_of = ""
+        """Whose memory is read and how, or why it is not."""
 
 
 class Load:
@@ -98,6 +103,7 @@ class Load:
     def measure(self, plan: Plan, progress: Progress = silent) -> Measured:
         """Ask in all ways by turns. Out of time or interrupted, it returns what there is. Never raises for a request."""
         found, started, done = Measured(), time.monotonic(), 0
+        found.memory_of, memory = memory_of(self._target)
         number = len(plan.places) * len(plan.concurrency) * plan.repeat * len(plan.ways)
         try:
             for place in plan.places:
@@ -114,6 +120,8 @@ class Load:
                             count = c if way == "cold" else 2 * c  # of a cold cartridge those that find it so
                             found.runs.append(self.run(way, place, c, turn, count, question))
                             done += 1
+                            if memory:
+                                found.memory.append((time.monotonic() - started, memory()))
                             progress(f"p {place.p}, c {c}, {way}", done, number)
                         question += 2 * c
         except KeyboardInterrupt:

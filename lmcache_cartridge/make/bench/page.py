@@ -15,7 +15,6 @@ from ... import __version__
 from ..machine import gpus, machine
 from .load import WAYS, Measured, Plan, Way
 from .target import Target
-from .watch import Watch
 
 MEANING: dict[Way, str] = {
     "dense": "every token of the prompt is computed: nothing came from a cache",
@@ -52,7 +51,6 @@ class Report(NamedTuple):
     plan: Plan
     measured: Measured
     rows: Sequence[dict[str, Any]]
-    watch: Watch
     remarks: Sequence[str]
     """What whoever reads it has to know: what was left out, and what is not as it should be."""
 
@@ -84,7 +82,7 @@ def as_values(report: Report) -> dict[str, Any]:
         "runs": [
             {name: value for name, value in run._asdict().items() if name != "texts"} for run in report.measured.runs
         ],
-        "memory": {"of": report.watch.what, "seconds_and_bytes": report.watch.memory},
+        "memory": {"of": report.measured.memory_of, "seconds_and_bytes": report.measured.memory},
     }  # fmt: skip
 
 
@@ -162,7 +160,7 @@ def _pictures(report: Report) -> list[tuple[str, bytes]]:
         if curves:
             plot.curves(curves, path, "Time to first token", x="p, tokens of the document", y="ms")
             drawn.append(("Time to first token over p: median, lowest and highest", path.read_bytes()))
-        if memory := [(at_s, size / 2**20) for at_s, size in report.watch.memory]:
+        if memory := [(at_s, size / 2**20) for at_s, size in report.measured.memory]:
             plot.over(memory, path, "Memory of the server", x="seconds", y="MiB")
-            drawn.append((f"Memory over time: {report.watch.what}", path.read_bytes()))
+            drawn.append((f"Memory over time: {report.measured.memory_of}", path.read_bytes()))
     return drawn

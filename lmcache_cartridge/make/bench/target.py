@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -22,8 +22,8 @@ class Target(Server):
         super().__init__(url, model, _ASK_S)
         try:
             self.context = self.max_model_len()
-            self.version = self._get("/version", lambda body: str(body["version"]))
-            self.has_cartridges = self._get("/v1/cartridges", lambda body: isinstance(body["data"], list)) or False
+            self.version = self._told("/version").get("version")
+            self.has_cartridges = "data" in self._told("/v1/cartridges")
             try:
                 self.tokenize(prompt="x")
             except SourceError as error:
@@ -54,7 +54,7 @@ class Target(Server):
 
     def cartridges(self) -> list[dict[str, Any]]:
         """Return those that ids stand for and that can be served, the shortest first; none where it has no such route."""
-        rows = self._get("/v1/cartridges", lambda body: body["data"]) or []
+        rows = self._told("/v1/cartridges").get("data", ())
         found = [row for row in rows if row["current"] and row["state"] not in UNFIT and chunks_of(row)]
         return sorted(found, key=lambda row: (row["positions"], row["id"]))
 
@@ -67,13 +67,13 @@ class Target(Server):
             return "its setting `admin` is off, so nothing can be evicted; start it with --set admin=true"
         return f"it answered {reply.status_code} to /v1/cartridges/{name}/evict"
 
-    def _get(self, path: str, read: Callable[[Any], Any]) -> Any:
-        """Return what `read` takes out of a reply; None where there is no such route, or it sends something else."""
+    def _told(self, path: str) -> dict[str, Any]:
+        """Return the fields of a reply; none where there is no such route, or it sends something else."""
         reply = self.send("GET", path)
-        try:
-            return read(reply.json()) if reply.is_success else None
-        except (ValueError, KeyError, TypeError, AttributeError):
-            return None
+        with suppress(ValueError):
+            if reply.is_success and isinstance(found := reply.json(), dict):
+                return found
+        return {}
 
 
 def chunks_of(row: dict[str, Any]) -> int:

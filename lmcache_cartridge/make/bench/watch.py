@@ -1,9 +1,7 @@
-"""Watch: memory of a server over time, beside what is measured."""
+"""Watch: memory of a server, read behind each run."""
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -11,39 +9,11 @@ from typing import Any
 from ..machine import gpus
 from .target import Target
 
-_EVERY_S = 1.0
 _PAIR = "lmcache_cartridge.serve.processes"
 """What runs vLLM's server and LMCache's as one."""
 
 
-class Watch:
-    """Reads a server's memory in the background, from `with` on. One `with` at a time."""
-
-    def __init__(self, target: Target) -> None:
-        self.what, self._read = _memory_of(target)
-        """Whose memory is read and how, or why it is not."""
-        self.memory: list[tuple[float, float]] = []
-        """Seconds from the start, and bytes."""
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def __enter__(self) -> Watch:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._stop.set()
-        self._thread.join(10 * _EVERY_S)
-
-    def _run(self) -> None:
-        started = time.perf_counter()
-        while self._read is not None and not self._stop.is_set():
-            if found := self._read():
-                self.memory.append((time.perf_counter() - started, found))
-            self._stop.wait(_EVERY_S)
-
-
-def _memory_of(target: Target) -> tuple[str, Callable[[], float] | None]:
+def memory_of(target: Target) -> tuple[str, Callable[[], float] | None]:
     """Return what memory can be read of a server, in words, and what reads it in bytes."""
     try:
         import psutil

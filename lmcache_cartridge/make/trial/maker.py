@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from ...artifact import reading
 from ...errors import CartridgeError, CartridgeNotFound
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from ...library.quarantine import Quarantine
     from ...library.registry import Registry
     from ..model import CausalModel
-    from ..server import Server
 
 logger = logging.getLogger(__name__)
 
@@ -57,34 +56,21 @@ def parts(ids: Sequence[int]) -> list[tuple[int, ...]]:
     return [tuple(ids[start : start + _WINDOW]) for start in starts]
 
 
-class Shelf(Protocol):
-    """Where a server looks for cartridges."""
-
-    registry: Registry
-    local: bool
-    """Whether the files stay where they were made, so that they can be damaged."""
-
-    def add(self, root: Path) -> Manifest:
-        """Let the server have the artefact at `root`."""
-
-    def forget(self, digest: str) -> None:
-        """Take back that a cartridge was found corrupt; no change if it was not."""
-
-
 class Home:
     """The registry of a directory that the server follows."""
 
     local = True
+    """Whether the files stay where they were made, so that they can be damaged."""
 
     def __init__(self, registry: Registry, quarantine: Quarantine) -> None:
         self.registry, self._quarantine = registry, quarantine
 
     def add(self, root: Path) -> Manifest:
-        """As `Shelf` says."""
+        """Let the server have the artefact at `root`."""
         return self.registry.register(root)
 
     def forget(self, digest: str) -> None:
-        """As `Shelf` says."""
+        """Take back that a cartridge was found corrupt; no change if it was not."""
         self._quarantine.lift(digest)
 
 
@@ -92,12 +78,12 @@ class Maker:
     """Makes cartridges and takes them away again. Loads torch with the first."""
 
     def __init__(
-        self, load: Callable[[], CausalModel], shelf: Shelf, directory: Path, *, chunk: int = 256,
-        server: Server | None = None, progress: Progress = silent,
+        self, load: Callable[[], CausalModel], shelf: Home, directory: Path, *, chunk: int = 256,
+        progress: Progress = silent,
     ) -> None:  # fmt: skip
-        """Artefacts go below `directory`. With `server` the KV is fetched from it (`build --url`)."""
+        """Artefacts go below `directory`."""
         self._load, self.shelf, self.directory, self.chunk = load, shelf, directory, chunk
-        self._server, self._progress = server, progress
+        self._progress = progress
         self.run = f"validate-{uuid.uuid4().hex[:6]}"
         """How the ids of these cartridges begin."""
         self._made: list[str] = []
@@ -128,7 +114,7 @@ class Maker:
         """Make a cartridge of a generated document; another version has another document, another run the same."""
         from blake3 import blake3
 
-        from .. import capture, prefill
+        from .. import prefill
         from ..document import Document
 
         text = texts.write(f"{cartridge_id.removeprefix(self.run)}@{version}", positions)
@@ -136,14 +122,9 @@ class Maker:
         if len(ids) < positions:
             raise CartridgeError(f"a document of {positions} tokens was wanted, and the text has {len(ids)}")
         root = self.directory / cartridge_id / str(version)
-        if self._server is None:
-            digest = blake3(text.text.encode()).hexdigest()
-            document = Document(Path(f"{cartridge_id}.txt"), text.text, ids, digest)
-            manifest = prefill.build(self.model, document, root, cartridge_id=cartridge_id, version=version,
-                                     chunk_tokens=self.chunk, progress=self._progress)  # fmt: skip
-        else:
-            manifest = capture.build(self.model, self._server, ids, root, cartridge_id=cartridge_id, version=version,
-                                     progress=self._progress)  # fmt: skip
+        document = Document(Path(f"{cartridge_id}.txt"), text.text, ids, blake3(text.text.encode()).hexdigest())
+        manifest = prefill.build(self.model, document, root, cartridge_id=cartridge_id, version=version,
+                                 chunk_tokens=self.chunk, progress=self._progress)  # fmt: skip
         if add:
             self.add(root)
         asked = [tuple(self.model.encode(f"\nQuestion: {q}\nAnswer:", special=False)) for q in text.questions[:10]]
