@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import msgspec
 import numpy as np
 
-from lmcache_cartridge.artifact.check import ChunkCheck
 from lmcache_cartridge.artifact.manifest import Manifest, Provenance
 from lmcache_cartridge.artifact.model import Fingerprint, Rotation
 from lmcache_cartridge.artifact.writing import ArtifactWriter
@@ -176,13 +175,6 @@ def sha256_hasher(chunk_tokens: int) -> Hasher:
             yield int.from_bytes(digest[:8], "big")
 
     return chain
-
-
-def check_chunk(manifest: Manifest, chunk: int, heads: range, data: memoryview) -> None:
-    """Raise unless `data` are sound bytes of some heads of a stored chunk."""
-    check = ChunkCheck(manifest, chunk, heads)
-    check.update(data)
-    check.finish(data, "here")
 
 
 def flip_bit(path: Path, offset: int) -> None:

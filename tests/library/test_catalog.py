@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from homes import GRACE_S, Home, assert_served, catalog_of, chunk_bytes, lent, prompt_for, read
-from making import Made, make_artifact, make_fingerprint, make_ids, make_kv, make_rope
+from making import make_artifact, make_fingerprint, make_rope
 from waiting import Clock, until
 
 from lmcache_cartridge.artifact.cartridge import Place
@@ -87,30 +87,6 @@ def test_a_chain_with_a_removed_cartridge_is_forgotten_with_it(home: Home, opene
     assert [catalog_of(store).knows(one.manifest.digest) for one in (first, second)] == [True, False]
 
 
-@pytest.mark.parametrize("looks_between", [0, 1])
-def test_a_name_given_to_other_content_serves_that_and_lets_the_old_one_go(
-    home: Home, opened: Callable, clock: Clock, looks_between: int
-) -> None:
-    old = home.make(seed=1)
-    store, old_prompt = opened(), prompt_for(home, old)
-    assert_served(store, old, old_prompt)
-    home.registry.remove("doc")
-    for _ in range(looks_between):
-        store.refresh()
-    root = home.path / "elsewhere"
-    new = make_artifact(root, positions=72, seed=2)
-    home.registry.register(root)
-    store.refresh()
-    assert store.names() == ["doc@1"]
-    assert store.lookup(old_prompt.hashes) == 0
-    assert store.cpu.stats().resident == 0, "the old content was not evicted"
-    home.registry.register(shutil.copytree(root, home.root(), dirs_exist_ok=True))
-    assert_served(store, new, prompt_for(home, new))
-    clock.now += GRACE_S
-    store.refresh()
-    assert [catalog_of(store).knows(one.manifest.digest) for one in (old, new)] == [False, True]
-
-
 def test_what_is_removed_and_registered_again_where_it_is_not_sound_is_refused(
     home: Home, opened: Callable, clock: Clock
 ) -> None:
@@ -132,43 +108,6 @@ def test_what_is_removed_and_registered_again_where_it_is_not_sound_is_refused(
     store.refresh()
     assert (store.names(), store.refused()) == (["other@1"], {})
     assert_served(store, other, prompt_for(home, other, "other"))
-
-
-def _alike(home: Home) -> tuple[Made, Made]:
-    """Make two documents with the same first two chunks."""
-    kv = [make_kv(make_fingerprint(), 64, seed) for seed in range(2)]
-    kv[1][:, :, :32] = kv[0][:, :, :32]
-    return tuple(
-        home.make(name, positions=64, token_ids=make_ids(32, 0) + make_ids(32, 1 + seed), kv=kv[seed])
-        for seed, name in enumerate(("a", "b"))
-    )
-
-
-@pytest.mark.parametrize("removed", ["a", "b"])
-def test_removing_one_of_two_documents_that_begin_alike_leaves_the_other_whole(
-    home: Home, opened: Callable, clock: Clock, removed: str
-) -> None:
-    made = dict(zip("ab", _alike(home), strict=True))
-    left = "b" if removed == "a" else "a"
-    store = opened()
-    home.registry.remove(removed)
-    store.refresh()
-    assert_served(store, made[left], prompt_for(home, made[left], left))
-    shared = prompt_for(home, made[removed], removed).hashes
-    assert store.lookup(shared) == 2
-    for chunk_hash in shared[:2]:
-        assert store.release(chunk_hash)
-    home.registry.remove(left)
-    store.refresh()
-    assert store.lookup(prompt_for(home, made[left], left).hashes) == 0
-    clock.now += GRACE_S
-    store.refresh()
-    assert not any(catalog_of(store).index.has(one.manifest.digest) for one in made.values())
-    for name in "ba":
-        home.registry.register(home.root(name))
-        store.refresh()
-    for name in "ab":
-        assert_served(store, made[name], prompt_for(home, made[name], name))
 
 
 # What is moved.
@@ -315,25 +254,6 @@ def test_what_was_named_by_its_path_is_forgotten_when_nobody_uses_it(
     catalog = catalog_of(store)
     assert (catalog.knows(digest), catalog.index.has(digest)) == (False, False)
     assert str(catalog.refusal(digest)) == "a cartridge of it is not there", "why it was refused is not forgotten"
-
-
-def test_what_is_used_by_its_path_outlives_its_removal(home: Home, opened: Callable, clock: Clock) -> None:
-    made = home.make(kind="trained", positions=64)
-    store, place = opened(), {made.manifest.digest: Place(home.root(), str(home.root()))}
-    home.registry.remove("doc")
-    store.refresh()
-    clock.now += GRACE_S - 1
-    claim = read(store.claim(made.manifest.digest, place))
-    clock.now += GRACE_S - 1
-    store.refresh()
-    assert_served(store, made, prompt_for(home, made))
-    claim.close()
-    clock.now += GRACE_S
-    store.refresh()
-    assert store.claim(made.manifest.digest, {}).poll().refused
-    again = read(store.claim(made.manifest.digest, place))
-    until(lambda: again.poll().ready)
-    again.close()
 
 
 def test_an_artefact_on_a_server_that_is_away_leaves_the_others_served(

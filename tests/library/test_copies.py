@@ -50,25 +50,6 @@ def test_a_flipped_bit_in_one_copy_takes_nothing_from_the_other(home: Home, copy
         assert other.refused() == {}
 
 
-@kinds
-def test_a_note_of_the_copy_says_where_it_lies_and_is_lifted_by_itself(home: Home, kind: str) -> None:
-    copies = Copies(home, "zcopy", kind)
-    home.registry.remove("m@1")
-    store = copies.open()
-    found = store.lookup(copies.prompt.hashes, copies.prompt.tag)
-    assert found < 4 and all(store.release(one, copies.prompt.tag) for one in copies.prompt.hashes[:found])
-    until(lambda: store.refused() and store.cpu.stats().loading == 0)
-    home.registry.register(home.root("m"))
-    store.refresh()
-    assert_served(store, copies.made, copies.prompt)
-    quarantine, digest = Quarantine(home.path / "quarantine"), copies.made.manifest.digest
-    there, here = str(home.root("zcopy")), str(home.root("m"))
-    assert "chunk 2" in quarantine.reason(digest, there)
-    assert quarantine.reason(digest, here) is None
-    quarantine.lift(digest, there)
-    assert quarantine.notes() == {}
-
-
 @last
 @kinds
 def test_where_every_copy_is_damaged_it_is_refused_until_one_is_sound(home: Home, copy: str, kind: str) -> None:

@@ -42,17 +42,6 @@ def _hashes(ids: list[int], chunk: int = CHUNK) -> list[int]:
     return list(sha256_hasher(chunk)(ids))
 
 
-def test_a_trained_cartridge_is_found_under_its_tag_until_it_and_its_chains_are_forgotten(template: Manifest) -> None:
-    index, ids = _index(), make_ids(32, 0)
-    _add(index, _manifest(template, "a", 32, "trained"), ids)
-    index.add_chain("a.b", ids, [ChunkKey("a", 0), ChunkKey("a.b", 1)])
-    index.add_chain("ab.c", ids, [ChunkKey("ab", 0), ChunkKey("ab.c", 1)])
-    index.hide("a")
-    assert index.chunks("a") == index.leading(_hashes(ids), "a") == [ChunkKey("a", 0), ChunkKey("a", 1)]
-    index.forget("a")
-    assert (index.has("a"), index.has("a.b"), index.has("ab.c")) == (False, False, True)
-
-
 @pytest.mark.parametrize(("positions", "chunks"), [(13, 1), (96, 1), (256, 1), (300, 2)])
 def test_the_tail_of_a_trained_cartridge_is_a_chunk_that_no_prompt_finds(
     template: Manifest, positions: int, chunks: int

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -101,15 +100,6 @@ def s3_fleet(
     fleet = Fleet(home, tmp_path, f"s3://{bucket}/library")
     yield fleet
     fleet.library.close()
-
-
-def test_a_directory_of_the_library_that_is_gone_costs_its_cartridge_only(fleet: Fleet) -> None:
-    gone, stays = fleet.make("gone"), fleet.make("stays", seed=1)
-    shutil.rmtree(fleet.library.registry.find("gone").location)
-    server = fleet.server()
-    until(lambda: "gone@1" in server.refused() and server.names() == ["stays@1"])
-    assert_served(server, stays, fleet.prompt(stays))
-    assert server.lookup(fleet.prompt(gone).hashes) == 0
 
 
 def test_a_server_writes_nothing_to_the_library(s3_fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:

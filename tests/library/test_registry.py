@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 from making import files_under, flip_bit, make_artifact
-from waiting import run_threads
 
 from lmcache_cartridge.artifact.reading import PAYLOAD, load_manifest
 from lmcache_cartridge.errors import (  # fmt: skip
@@ -311,24 +310,6 @@ def test_a_name_that_is_no_text_gives_a_registry_error(registry: Registry) -> No
         registry.find("doc\udcff")
 
 
-def test_eight_threads_that_create_and_fill_one_registry_lose_nothing(tmp_path: Path) -> None:
-    roots = [[_make(tmp_path, f"doc-{number}", version) for version in (1, 2, 3)] for number in range(8)]
-    for attempt in range(5):
-        path = tmp_path / f"home-{attempt}" / "registry.sqlite"
-
-        def work(number: int, path: Path = path) -> None:
-            registry = Registry(path)
-            for root in roots[number]:
-                registry.register(root)
-            registry.label(f"label-{number}", f"doc-{number}@2")
-
-        run_threads(8, work)
-        assert [row.name for row in Registry(path, read_only=True).all()] == [
-            f"doc-{number}@{version}" for number in range(8) for version in (1, 2, 3)
-        ]
-        assert len(Registry(path).labels()) == 8
-
-
 def test_an_id_is_no_label_and_a_label_no_id(registry: Registry, tmp_path: Path) -> None:
     registry.register(_make(tmp_path, "doc"))
     registry.label("current", "doc")
@@ -378,20 +359,6 @@ def test_a_missing_file_is_empty_at_first_and_an_error_for_those_who_knew_it(
     registry.path.unlink()
     with pytest.raises(RegistryError, match="is gone"):
         registry.look(known)
-
-
-def test_removing_takes_one_version_and_leaves_its_files(registry: Registry, tmp_path: Path) -> None:
-    roots = [_make(tmp_path, "doc", version) for version in (1, 2)]
-    for root in roots:
-        registry.register(root)
-    removed = registry.remove("doc")
-    assert (removed.name, removed.location) == ("doc@2", str(roots[1]))
-    assert _names(registry.all()) == ["doc@1"]
-    assert (roots[1] / PAYLOAD).exists()
-    with pytest.raises(CartridgeNotFound):
-        registry.remove("doc@2")
-    registry.remove("doc@1")
-    assert registry.all() == []
 
 
 def test_what_labels_point_at_is_not_removed(registry: Registry, tmp_path: Path) -> None:

@@ -191,61 +191,25 @@ _DAMAGE: dict[str, tuple[Callable[[Home], None], str]] = {
 
 @pytest.mark.parametrize("how", _DAMAGE)
 @pytest.mark.parametrize("kind", ["prefill", "trained"])
-@pytest.mark.parametrize("by", ["lookup", "claim"])
 def test_what_was_damaged_since_is_refused_when_it_is_asked_for_as_it_would_have_been_at_the_start(
-    home: Home, opened: Callable, clock: Clock, how: str, kind: str, by: str
+    home: Home, opened: Callable, how: str, kind: str
 ) -> None:
     made = home.make(kind=kind, positions=80 if kind == "trained" else 72)
     other = home.make("other", seed=2)
     prompt = prompt_for(home, made)
     _start_once(home, opened)
-    sound = shutil.copytree(home.root(), home.path / "sound")
     damage, reason = _DAMAGE[how]
     damage(home)
     store = opened()
     assert store.names() == ["doc@1", "other@1"], "nobody looked yet"
-    if by == "lookup":
-        assert store.lookup(prompt.hashes, prompt.tag) == 0
-    else:
-        claim = store.claim(made.manifest.digest, {})
-        until(lambda: claim.poll().refused)
-        assert reason in claim.poll().refused
-        claim.close()
+    assert store.lookup(prompt.hashes, prompt.tag) == 0
     assert list(store.refused()) == ["doc@1"]
     assert reason in store.refused()["doc@1"]
     assert store.names() == ["other@1"]
     assert Quarantine(Settings(home=home.path).quarantine_dir).notes() == {}
     assert store.lookup(prompt.hashes, prompt.tag) == store.resident(prompt.hashes, prompt.tag) == 0
-    assert store.claim(made.manifest.digest, {}).poll().refused
+    assert reason in store.claim(made.manifest.digest, {}).poll().refused
     assert_served(store, other, prompt_for(home, other, "other"))
-    shutil.rmtree(home.root(), ignore_errors=True)
-    shutil.copytree(sound, home.root())
-    store.refresh()
-    assert list(store.refused()) == ["doc@1"], "it was read again at once"
-    clock.now += entries._RETRY_S
-    store.refresh()
-    until(lambda: not store.refused())
-    until(lambda: store.cpu.stats().loading == 0)  # a lookup now would share the failure of those loads
-    assert_served(store, made, prompt)
-
-
-def test_what_was_promised_is_delivered_though_its_artefact_is_gone(
-    home: Home, opened: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(entries, "_MAX_MANIFESTS", 1)
-    made, other = home.make(seed=1), home.make("other", seed=2)
-    store, prompt = opened(), prompt_for(home, made)
-    assert store.lookup(prompt.hashes[:2]) == 2
-    assert_served(store, other, prompt_for(home, other, "other"))
-    shutil.rmtree(home.root())
-    assert store.lookup(prompt.hashes) == 2
-    assert list(store.refused()) == ["doc@1"]
-    for chunk_hash in prompt.hashes[:2]:
-        for _ in range(2):
-            with store.lend(chunk_hash) as loan:
-                assert loan.bytes.numel()
-            assert store.release(chunk_hash)
-    assert store.cpu.stats().leased == 0
 
 
 # Rows that are wrong.

@@ -134,8 +134,7 @@ def test_a_chain_that_ends_in_a_trained_cartridge_has_its_tail(home: Home) -> No
     claim.close()
 
 
-@pytest.mark.parametrize("by", ["claim", "preload"])
-def test_nobody_waits_while_a_new_chain_is_hashed(home: Home, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
+def test_nobody_waits_while_a_new_chain_is_hashed(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     hashing, goes_on = threading.Event(), threading.Event()
 
     def slow(chunk_tokens: int) -> Hasher:
@@ -152,25 +151,20 @@ def test_nobody_waits_while_a_new_chain_is_hashed(home: Home, monkeypatch: pytes
     made = [home.make(name, positions=32, seed=seed, fingerprint=shape) for seed, name in enumerate("ab")]
     store = home.open(fingerprint=shape, settings=STILL)
     tag = ".".join(one.manifest.digest for one in made)
-    first = threading.Thread(target=getattr(store, by), args=(tag, {}), daemon=True)
+
+    def others(_: int) -> None:
+        claim = store.claim(made[0].manifest.digest, {})
+        until(lambda: claim.poll().ready)
+        claim.close()
+        store.refresh()
+        store.status()
+        assert _lookup_and_release(store, home, made[1], "b") == 2
+
+    first = threading.Thread(target=store.preload, args=(tag, {}), daemon=True)
     first.start()
     try:
         assert hashing.wait(20)
-        passed: list[CartridgeStore] = []
-
-        def others() -> None:
-            claim = store.claim(made[0].manifest.digest, {})
-            until(lambda: claim.poll().ready)
-            claim.close()
-            store.refresh()
-            store.status()
-            assert _lookup_and_release(store, home, made[1], "b") == 2
-            passed.append(store)
-
-        second = threading.Thread(target=others, daemon=True)
-        second.start()
-        second.join(10)
-        assert passed, "they wait for the chain"
+        run_threads(1, others, timeout_s=15)
     finally:
         goes_on.set()
         first.join(20)
@@ -210,19 +204,6 @@ def test_a_pin_loads_what_is_missing_and_survives_pressure(home: Home) -> None:
     assert store.unpin(made.manifest.digest) == 0
     assert store.status()["pinned"] == []
     assert _lookup_and_release(store, home, other, "other") == 4
-
-
-def test_a_pin_without_room_pins_nothing(home: Home) -> None:
-    first, second = home.make("first", seed=1), home.make("second", seed=2)
-    store = home.open(chunks=6, settings=STILL)
-    store.pin(first.manifest.digest)
-    with pytest.raises(OverBudget, match="only 2 of 4 chunks can be pinned: others hold the memory"):
-        store.pin(second.manifest.digest)
-    assert store.status()["pinned"] == [first.manifest.digest]
-    until(lambda: store.cpu.stats().loading == 0)
-    assert store.cpu.stats().held == 4
-    store.unpin(first.manifest.digest)
-    assert store.pin(second.manifest.digest) == 4
 
 
 def test_a_pin_of_what_cannot_be_served_says_why(home: Home) -> None:

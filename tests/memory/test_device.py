@@ -10,9 +10,10 @@ import torch
 from chunks import one_by_one
 from homes import CHUNK_BYTES, STILL, Home, Prompt, assert_served, chunk_bytes, lent, prompt_for
 from invariants import check
-from making import Made, make_fingerprint
+from making import Made, flip_bit, make_fingerprint
 from waiting import run_threads, until
 
+from lmcache_cartridge.artifact.reading import chunk_range
 from lmcache_cartridge.errors import CartridgeError, OverBudget
 from lmcache_cartridge.library.index import ChunkKey
 from lmcache_cartridge.memory import device as device_module
@@ -151,6 +152,7 @@ def _shelf(home: Home) -> dict[str, tuple[Made, Prompt]]:
 @pytest.mark.parametrize(("cpu", "device"), [(5, 3), (4, 4), (6, 1)])
 def test_sixteen_threads_over_both_tiers_get_the_right_bytes_or_none(home: Home, cpu: int, device: int) -> None:
     shelf, fingerprint = _shelf(home), make_fingerprint(**SMALL)
+    flip_bit(home.payload("d"), chunk_range(shelf["d"][0].manifest, 1, range(1)).start)
     size = fingerprint.token_bytes * 16
     store = home.open(fingerprint=fingerprint, chunks=cpu, settings=STILL | {"device_bytes": device * size})
 
@@ -185,8 +187,9 @@ def test_sixteen_threads_over_both_tiers_get_the_right_bytes_or_none(home: Home,
     for tier in _tiers(store):
         assert (tier.stats().leased, tier.stats().lent, tier.stats().held) == (0, 0, 0)
         assert tier.stats().promoted > 20
-    for made, prompt in shelf.values():
-        assert_served(store, made, prompt)
+    assert list(store.refused()) == ["d@1"]
+    for name in "abc":
+        assert_served(store, *shelf[name])
 
 
 def test_a_chunk_that_is_slow_to_come_holds_no_other_in_the_cpu_tier() -> None:

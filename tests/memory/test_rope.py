@@ -21,16 +21,12 @@ from transformers import (
 )  # fmt: skip
 
 from lmcache_cartridge.artifact.model import Fingerprint, Rotation, check_shift
-from lmcache_cartridge.cli.recall import MODEL_DIR, load_sheet
 from lmcache_cartridge.errors import UnsupportedModel
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.memory.rope import shift_keys
 
 torch.set_num_threads(1)  # tiny models; more threads only contend
 
-BF16_NOISE = 0.01
-"""Relative error of keys rounded to bfloat16, twice. Measured: 0.003 to 0.004 at offsets 1 to 3000; of keys not moved: 0.23
-(offset 1) to 1.4."""
 FP32_NOISE = 1e-5
 """Measured at offset 1000: 1e-7 to 3e-6. Not moved: 0.7 and more; wrong pairs: 0.7 and more; one position off: 0.09."""
 VOCABULARY = 640
@@ -74,11 +70,6 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return _made(tmp_path_factory.mktemp("model"), config()), pairing, rotary_dim
 
 
-@pytest.fixture(scope="module")
-def shipped() -> CausalModel:
-    return CausalModel(str(MODEL_DIR))
-
-
 @torch.inference_mode()
 def _made_at(model: CausalModel, ids: list[int], start: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return keys and values `[L, H, T, D]` of a text that stands at `start`."""
@@ -97,17 +88,6 @@ def _of(*rope: Rotation) -> Fingerprint:
 
 def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.float() - expected.float()).norm() / expected.float().norm())
-
-
-@pytest.mark.parametrize("offset", [1, 64, 1000, 1051, 3000])
-def test_a_prefill_moved_by_d_is_a_prefill_at_positions_d_and_on(shipped: CausalModel, offset: int) -> None:
-    ids = shipped.encode(load_sheet("ward-b").text, special=True)[:512]
-    (keys, values), (there, values_there) = _made_at(shipped, ids, 0), _made_at(shipped, ids, offset)
-    assert torch.equal(values[0], values_there[0]), "values know no position"
-    assert _error(shift_keys(keys, shipped.fingerprint, offset)[0], there[0]) < BF16_NOISE
-    assert _error(keys[0], there[0]) > 10 * BF16_NOISE, (
-        "keys that were not moved could not be told from those that were"
-    )
 
 
 def test_keys_of_a_random_model_of_every_supported_kind_are_moved_exactly(made: tuple[CausalModel, str, int]) -> None:

@@ -38,11 +38,6 @@ def _blocks(isa: str, kv: torch.Tensor, block: int) -> torch.Tensor:
     return torch.stack(layers)
 
 
-def _written(isa: str, kv: torch.Tensor, block: int) -> torch.Tensor:
-    """Return `[L, T, H, 2 * D]`: what LMCache moves of those blocks."""
-    return _blocks(isa, kv, block).transpose(2, 3).flatten(1, 2)
-
-
 def _shape(kv: torch.Tensor) -> ChunkShape:
     _, layers, tokens, heads, size = kv.shape
     return ChunkShape(heads, layers, tokens, size, str(kv.dtype).removeprefix("torch."))
@@ -64,18 +59,14 @@ def _kv(dtype: str, tokens: int, size: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("isa", "dtype", "block", "size"), CASES)
-def test_a_packed_chunk_is_what_vllm_writes(isa: str, dtype: str, block: int, size: int) -> None:
+def test_a_packed_chunk_is_what_vllm_writes_and_in_blocks_the_memory_itself(
+    isa: str, dtype: str, block: int, size: int
+) -> None:
     kv = _kv(dtype, 3 * block, size)
-    kind = "vec" if isa == "vec16" else isa
-    assert torch.equal(_packed(kv, tiles.layout(kind, block)), _written(isa, kv, block))
-
-
-@pytest.mark.parametrize(("isa", "dtype", "block", "size"), CASES)
-def test_a_chunk_packed_in_blocks_is_the_memory_that_vllm_writes(isa: str, dtype: str, block: int, size: int) -> None:
-    kv = _kv(dtype, 3 * block, size)
-    kind = "vec" if isa == "vec16" else isa
-    packed = _bytes(kv, tiles.layout(kind, block, blocks=True))
-    assert torch.equal(packed, _blocks(isa, kv, block).flatten().view(torch.uint8))
+    kind, blocks = "vec" if isa == "vec16" else isa, _blocks(isa, kv, block)
+    packed, in_blocks = (_bytes(kv, tiles.layout(kind, block, blocks=whole)) for whole in (False, True))
+    assert torch.equal(packed, blocks.transpose(2, 3).contiguous().flatten().view(torch.uint8)), "what LMCache moves"
+    assert torch.equal(in_blocks, blocks.flatten().view(torch.uint8))
 
 
 @pytest.mark.parametrize("blocks", [False, True])

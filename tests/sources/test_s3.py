@@ -62,12 +62,9 @@ def test_bucket_and_key_are_what_is_written(location: str, bucket: str, key: str
 @pytest.mark.parametrize(
     ("location", "buckets", "expected"),
     [
-        ("s3://bucket/a", ["bucket"], True), ("s3://bucket/a", [], False), ("s3://bucket/a", ["bucket2"], False),
-        ("s3://bucket2/a", ["bucket"], False), ("s3://bucket/pre", ["bucket/pre"], True),
         ("s3://bucket/pre/a", ["bucket/pre"], True), ("s3://bucket/prefix2", ["bucket/pre", "bucket/prefix"], False),
-        ("s3://bucket/a", ["bucket/a/b"], False), ("s3://bucket/pre/a", ["bucket/pre/"], True),
-        ("s3://other/bucket/pre", ["bucket/pre"], False), ("s3://bucket/PRE/a", ["bucket/pre"], False),
-        ("s3://bucket/a", ["x", "bucket"], True), ("s3://bucket/a", [""], False), ("s3://bucket/a", ["/"], False),
+        ("s3://bucket/pre/a", ["bucket/pre/"], True), ("s3://bucket/a", ["x", "bucket"], True),
+        ("s3://bucket/a", [""], False), ("s3://bucket/a", ["/"], False),
     ],
 )  # fmt: skip
 def test_a_location_is_allowed_under_its_bucket_or_prefix_only(

@@ -12,6 +12,7 @@ from faulty_proxy import (
     Fault,
     FaultyProxy,
     Link,
+    another_range,
     cut,
     endless,
     range_ignored,
@@ -216,11 +217,17 @@ def test_a_source_recovers_once_the_server_does(proxy: FaultyProxy, hasty: S3Sou
             pytest.fail("it did not recover")
 
 
-def test_a_server_that_ignores_ranges_is_found_out(proxy: FaultyProxy, source: S3Source, location: str) -> None:
+def test_a_server_that_ignores_ranges_or_sends_others_is_found_out(
+    proxy: FaultyProxy, source: S3Source, location: str
+) -> None:
     proxy.always = range_ignored(CONTENT)
     for start, end in ((0, 10), (5, 10), (0, PART), (SIZE - 5, SIZE)):
         with pytest.raises(SourceError, match="does not support ranges"):
             _read(source, location, start, end)
+    proxy.always = another_range
+    with pytest.raises(SourceError, match="asked for bytes 5 to 10"):
+        _read(source, location, 5, 10)
+    until(lambda: proxy.open_now == 0)
 
 
 def test_a_server_that_ignores_ranges_may_answer_for_the_whole(proxy: FaultyProxy, location: str) -> None:
