@@ -34,6 +34,7 @@ from .options import (
     option,
     registry_of,
     root_of,
+    stored,
     tell,
 )
 from .show import bars, say, show, warn, working
@@ -120,23 +121,30 @@ def build(
     wanted = {"questions": questions, "held_out": held_out, "refine": refine, "accept": accept}
     _check_build(locals())
     registry = registry_of()
-    source = None if from_ is None else _local(registry, from_)
+    before, source = (None, None) if from_ is None else stored(from_)
     made: dict[str, Any] = {"cartridge_id": id, "encoding": payload}
     options: dict[str, Any] = {"dtype": dtype, "device": device, "lora": lora, "max_model_len": max_model_len}
     if compact is not None:
         _compact(
-            registry, source or document, compact, wanted, made, model, options, chunk_size, promote=not no_promote
+            registry,
+            before,
+            source or document,
+            compact,
+            wanted,
+            made,
+            model,
+            options,
+            chunk_size,
+            promote=not no_promote,
         )
         return
     version, root = next_version(id, registry)
     if source is not None:
-        from ..artifact.reading import load_manifest
         from ..make.write import compress
 
         with bars() as progress:
             manifest = compress(source, root, cartridge_id=id, version=version, progress=progress)
-        before = load_manifest(source).payload_bytes
-        finish(registry, manifest, root, promote=not no_promote, bytes_before=before)
+        finish(registry, manifest, root, promote=not no_promote, bytes_before=before and before.payload_bytes)
         return
     assert model is not None, "checked"
     loaded = load_model(model, weights=not no_compare, **options)
@@ -188,18 +196,13 @@ def _check_build(given: dict[str, Any]) -> None:
 
 
 def _compact(
-    registry: Registry, source: Path | None, compact: str, how: dict[str, Any], made: dict[str, Any], model: Any,
+    registry: Registry, before: Manifest | None, source: Path | None, compact: str, how: dict[str, Any], made: dict[str, Any], model: Any,
     options: dict[str, Any], chunk: int | None, *, promote: bool,
 ) -> None:  # fmt: skip
     """Carry out `build --compact`, of a document or of a cartridge's directory."""
     import msgspec
 
     compress, positions = length(compact)
-    before = None
-    if source is not None and source.is_dir():
-        from ..artifact.reading import load_manifest
-
-        before = load_manifest(source)
     chunk = chunk or (256 if before is None else before.stored.chunk_tokens)
     loaded = load_model(model, None if before is None else before.fingerprint, **options)
     from ..make import questions
@@ -227,15 +230,6 @@ def _compact(
         queries=about.queries, query_tokens=about.query_tokens, refine=about.refine,
         measured=msgspec.to_builtins(about.measured), seconds=about.seconds,
     )  # fmt: skip
-
-
-def _local(registry: Registry, name: str) -> Path:
-    """Return the directory of a cartridge. Raises `ArtifactError` for one on S3, or one that was replaced."""
-    from ..artifact import reading
-
-    found = registry.find(name)
-    reading.load_manifest(found.local_root(), found.digest)
-    return found.local_root()
 
 
 def _read(
@@ -324,36 +318,37 @@ def import_(
     registry = registry_of()
     if is_remote(path) or (Path(path) / "manifest.json").is_file():
         manifest = registry.register(root_of(path), path if is_remote(path) else None, promote=not no_promote)
-        result: dict[str, Any] = {}
-    else:
-        if id is None or model is None:
-            raise CartridgeError(
-                f"{path} is no cartridge yet, which has a manifest.json; to make one give --id and --model"
-            )
-        from ..artifact.manifest import check_id
-
-        check_id(id)
-        with working("read the checkpoint"):
-            from ..make.foreign.convert import import_
-            from ..make.foreign.recognise import locate, recognise
-
-            found = locate(path)
-            foreign = recognise(found, drop_frozen=drop_frozen)
-        foreign = foreign._replace(name=None if found == Path(path) else path)
-        loaded = load_model(
-            model, weights=not no_compare, dtype=dtype, device="auto", lora=lora, max_model_len=max_model_len
+        tell(registry, manifest)
+        return
+    if id is None or model is None:
+        raise CartridgeError(
+            f"{path} is no cartridge yet, which has a manifest.json; to make one give --id and --model"
         )
-        version, root = next_version(id, registry)
-        with bars() as progress:
-            imported = import_(
-                loaded, foreign, root, cartridge_id=id, version=version, chunk_tokens=chunk_size, document=document,
-                axes=axes, rounding=round, encoding=payload, compare=not no_compare, progress=progress,
-            )  # fmt: skip
-        manifest = registry.register(root, promote=not no_promote)
-        warn(imported.warnings)
-        result = {"source_format": imported.form, "kind": manifest.kind, "evidence": imported.evidence,
-                  "axes": imported.axes, "dtype": imported.dtype, "warnings": list(imported.warnings)}  # fmt: skip
-    tell(registry, manifest, **result)
+    from ..artifact.manifest import check_id
+
+    check_id(id)
+    with working("read the checkpoint"):
+        from ..make.foreign.convert import import_
+        from ..make.foreign.recognise import locate, recognise
+
+        found = locate(path)
+        foreign = recognise(found, drop_frozen=drop_frozen)
+    foreign = foreign._replace(name=None if found == Path(path) else path)
+    loaded = load_model(
+        model, weights=not no_compare, dtype=dtype, device="auto", lora=lora, max_model_len=max_model_len
+    )
+    version, root = next_version(id, registry)
+    with bars() as progress:
+        imported = import_(
+            loaded, foreign, root, cartridge_id=id, version=version, chunk_tokens=chunk_size, document=document,
+            axes=axes, rounding=round, encoding=payload, compare=not no_compare, progress=progress,
+        )  # fmt: skip
+    warn(imported.warnings)
+    finish(
+        registry, imported.manifest, root, promote=not no_promote, source_format=imported.form,
+        kind=imported.manifest.kind, evidence=imported.evidence, axes=imported.axes, dtype=imported.dtype,
+        warnings=list(imported.warnings),
+    )  # fmt: skip
 
 
 @command("export handbook --to peft --output ./adapter")
@@ -363,7 +358,7 @@ def export(
     output: Annotated[Path, option("directory to make; must be new or empty")],
 ) -> None:
     """Write a cartridge's KV as a PEFT adapter or a HazyResearch checkpoint."""
-    root = _local(registry_of(), name)
+    _, root = stored(name)
     from ..make.foreign.export import export
 
     with bars() as progress:

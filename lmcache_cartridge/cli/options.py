@@ -217,6 +217,15 @@ def opened(library: str | None) -> Iterator[Registry]:
         yield published.registry
 
 
+def stored(name: str) -> tuple[Manifest, Path]:
+    """Return a registered cartridge's manifest and directory. Raises `ArtifactError` for one on S3, or one that was replaced."""
+    from ..artifact.reading import load_manifest
+
+    found = registry_of(read_only=True).find(name)
+    root = found.local_root()
+    return load_manifest(root, found.digest), root
+
+
 def next_version(cartridge_id: str, registry: Registry) -> tuple[int, Path]:
     """Return the version that `--id` gets next, and where its artefact goes."""
     directory = settings_of().cartridges_dir

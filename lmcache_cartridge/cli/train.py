@@ -34,12 +34,13 @@ from .options import (
     option,
     registry_of,
     settings_of,
+    stored,
     tell,
 )
 from .show import bar, bars, say, show, table, working
 
 if TYPE_CHECKING:
-    from ..library.registry import RegistryEntry
+    from ..artifact.manifest import Manifest
     from ..make.ask import Asker
 
 RECIPE: dict[str, int | float | tuple[str, ...]] = {
@@ -168,7 +169,7 @@ def evaluate(
 ) -> None:
     """Ask questions without a prefix, after the document, and after a cartridge; compare."""
     check(locals(), "evaluate takes one of --url, --model; say who is asked")
-    location = registry_of(read_only=True).find(name)
+    manifest, root = stored(name)
     from ..make import evaluate
     from ..make.questions import read
     from ..make.server import JUDGE_KEY, Server
@@ -179,25 +180,23 @@ def evaluate(
             stack.enter_context(Server(judge_url, os.environ.get("JUDGE_MODEL"), key=JUDGE_KEY)) if judge_url else None
         )
         served = None if url is None else lambda: stack.enter_context(Server(url, server_model))
-        asker = _asker(location, document, ask_as, served, model, lora=lora, device=device)
+        asker = _asker(manifest, root, document, ask_as, served, model, lora=lora, device=device)
         progress = stack.enter_context(bars())
         answers = evaluate.ask_all(asker, asked, answer_tokens, judge=judge, progress=progress)
-    report = evaluate.report(location.name, answers, judge.model if judge else None)
+    report = evaluate.report(manifest.name, answers, judge.model if judge else None)
     if output:
         evaluate.write(report, answers, output)
     show(report, table(evaluate.rows(report)))
 
 
 def _asker(
-    location: RegistryEntry, text: Path | None, form: str | None, served: Any, model: Any, **options: Any
+    manifest: Manifest, root: Path, text: Path | None, form: str | None, served: Any, model: Any, **options: Any
 ) -> Asker:
     """Return what asks the questions: a server, or the model here with the cartridge's KV, checked."""
     from ..artifact import reading
     from ..make.ask import ModelAsker, ServerAsker
     from ..make.questions import text_of
 
-    root = location.local_root()
-    manifest = reading.load_manifest(root, location.digest)
     document: str | list[int]
     if text:
         document = text_of(text)
@@ -207,7 +206,7 @@ def _asker(
         ids = reading.load_document_ids(manifest, root)
         document = (reading.load_token_ids(manifest, root) if ids is None else ids).tolist()
     if served is not None:
-        return ServerAsker(served(), location.name, document, form)
+        return ServerAsker(served(), manifest.name, document, form)
     if manifest.payload is None:
         raise CartridgeError(f"{manifest.name} has no KV; evaluate it on a server")
     from ..make.payload import read_checked

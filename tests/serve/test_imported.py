@@ -314,6 +314,7 @@ def test_a_models_config_alone_tells_its_fingerprint(model: CausalModel) -> None
     light = CausalModel(str(MODEL_DIR), weights=False)
     assert light.fingerprint == model.fingerprint
     assert light.context_tokens == model.context_tokens
+    assert {each.device.type for each in light.model.parameters()} == {"meta"}, "no weights in memory"
     assert light.ordinary_ids().tolist() == model.ordinary_ids().tolist()
 
 

@@ -29,7 +29,7 @@ def memory_of(target: Target) -> tuple[str, Callable[[], float] | None]:
         )
     return (
         f"{names}: proportional set size, in which what processes share counts once",
-        lambda: sum(map(pss, family(psutil, target.port))),
+        lambda: sum(map(pss, processes)),
     )
 
 
