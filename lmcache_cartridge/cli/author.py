@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from functools import partial
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from ..library.registry import Registry
     from ..make.document import Document
     from ..make.model import CausalModel
+    from ..make.server import Server
 
 USUAL_CHUNK = 256
 """The chunk size of servers by default."""
@@ -148,17 +149,21 @@ def build(
         return
     assert model is not None, "checked"
     loaded = load_model(model, weights=not no_compare, **options)
-    from ..make import prefill
+    from ..make import capture, prefill
+    from ..make.server import Server
 
     made |= {"version": version, "canary": canary or prefill.CANARY}
-    read = partial(_read, loaded, document, token_ids, messages, chat, chat_template, chat_arguments)
-    with bars() as progress:
-        if url is not None:
-            manifest = _from_server(
-                url, loaded, messages, read, root, made | {"progress": progress, "compare": not no_compare}
-            )
+    with ExitStack() as stack:
+        server = stack.enter_context(Server(url)) if url else None
+        read = _read(loaded, server, document, token_ids, messages, chat, chat_template, chat_arguments)
+        made["progress"] = stack.enter_context(bars())
+        if server is None:
+            manifest = prefill.build(loaded, read, root, chunk_tokens=chunk_size or 256, **made)
         else:
-            manifest = prefill.build(loaded, read(), root, chunk_tokens=chunk_size or 256, progress=progress, **made)
+            manifest = capture.build(
+                loaded, server, read.ids, root, chat=read.chat, compare=not no_compare, document=read.path.name,
+                document_blake3=read.blake3, **made,
+            )  # fmt: skip
     warnings = []
     if manifest.positions < USUAL_CHUNK:
         warnings.append(
@@ -233,18 +238,22 @@ def _compact(
 
 
 def _read(
-    model: CausalModel, document: Any, token_ids: Path | None, messages: Path | None, chat: str | None,
-    template: Path | None, arguments: str,
+    model: CausalModel, server: Server | None, document: Any, token_ids: Path | None, messages: Path | None,
+    chat: str | None, template: Path | None, arguments: str,
 ) -> Document:  # fmt: skip
-    """Return the tokens to build from, and where they came from."""
+    """Return the tokens to build from, and where they came from. A server makes those of messages by its own template."""
     from blake3 import blake3
 
+    from ..make.capture import conversation_ids
     from ..make.chat import read_chat
-    from ..make.document import read_document, read_ids
+    from ..make.document import Document, read_document, read_ids
 
     if token_ids is not None:
         source = document or token_ids
         return read_ids(model, token_ids)._replace(path=source, blake3=blake3(source.read_bytes()).hexdigest())
+    if server is not None and messages is not None:
+        ids = conversation_ids(server, _json(messages.read_text(), messages))
+        return Document(messages, "", ids, blake3(messages.read_bytes()).hexdigest())
     if chat is None and messages is None:
         return read_document(model, document)
     if template is not None:
@@ -260,26 +269,6 @@ def _json(text: str, what: object) -> Any:
         return json.loads(text)
     except ValueError as error:
         raise CartridgeError(f"{what} is no JSON: {error}") from None
-
-
-def _from_server(
-    url: str, model: CausalModel, messages: Path | None, read: Any, root: Path, made: dict[str, Any]
-) -> Manifest:
-    """Return the manifest of what a server computed of a document or a conversation."""
-    from blake3 import blake3
-
-    from ..make import capture
-    from ..make.document import Document
-    from ..make.server import Server
-
-    with Server(url) as server:
-        if messages is None:
-            found = read()
-        else:
-            ids = capture.conversation_ids(server, _json(messages.read_text(), messages))
-            found = Document(messages, "", ids, blake3(messages.read_bytes()).hexdigest())
-        facts: dict[str, Any] = {"document": found.path.name, "document_blake3": found.blake3}
-        return capture.build(model, server, found.ids, root, chat=found.chat, **made, **facts)
 
 
 @command("import ./adapter --model ./llama --id handbook", "import")
