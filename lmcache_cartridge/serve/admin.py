@@ -86,17 +86,15 @@ def add_routes(app: FastAPI, admission: Admission, drain: Drain) -> None:
     @router.get("/{name}")
     async def one(name: str) -> Any:
         try:
-            row = await asyncio.to_thread(_registry(admission).find, name)
+            rows = [await asyncio.to_thread(_registry(admission).find, name)]
         except CartridgeNotFound:
-            imported = [row for row in admission.resolver.imports.rows() if name in (row.id, row.name)]
-            if imported:
-                ranks = await admission.client.ask("status")
-                return (await asyncio.to_thread(_states, admission, ranks, imported))[0]
-            raise Refusal(404, f"no cartridge is called {name[:80]!r}") from None
+            rows = [row for row in admission.resolver.imports.rows() if name in (row.id, row.name)]
+            if not rows:
+                raise Refusal(404, f"no cartridge is called {name[:80]!r}") from None
         except RegistryError:
             raise _UNREADABLE from None
         ranks = await admission.client.ask("status")
-        return (await asyncio.to_thread(_states, admission, ranks, [row]))[0]
+        return (await asyncio.to_thread(_states, admission, ranks, rows))[0]
 
     @router.post("/tokens")
     async def tokens(asked: Asked) -> Any:

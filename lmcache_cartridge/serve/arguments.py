@@ -88,15 +88,11 @@ class Arguments:
 
     def check(self, *, in_process: bool, saves: bool = False) -> None:
         """Raise `UnsupportedEngine`, with the reason, for what the connector refuses once a model is loaded."""
-        is_hybrid = self.get(f"no-{refusals.ONE_GROUP}") is not None or self.get(refusals.ONE_GROUP) in (
-            "false",
-            "False",
-        )
         if self.get("kv-offloading-size") is not None:
             raise UnsupportedEngine(
                 "--kv-offloading-size puts another connector in the place of the one that serves cartridges; remove it"
             )
-        is_given = any(self.get(name) is not None for name in ("speculative-config", "spec-model"))
+        is_given = {"speculative-config", "spec-model"} & self._values.keys()
         speculates = self.mapping("speculative-config")
         method = speculates.get("method") or self.get("spec-method")
         refusals.check(
@@ -104,20 +100,20 @@ class Arguments:
             refusals.Facts(
                 in_process=in_process,
                 saves=saves,
-                stages=self._count("pipeline"),
-                engines=self._count("data"),
-                split=max(self._count("prefill-context"), self._count("decode-context")),
+                stages=self.number("pipeline-parallel-size"),
+                engines=self.number("data-parallel-size"),
+                split=max(self.number("prefill-context-parallel-size"), self.number("decode-context-parallel-size")),
                 speculation=method or ("no method" if is_given or speculates else None),
                 cache_dtype=self.get("kv-cache-dtype") or "auto",
                 may_sleep=self.get("enable-sleep-mode") not in (None, "false", "False"),
                 extra=self.mapping(TRANSFER).get("kv_connector_extra_config") or {},
-                groups=2 if is_hybrid else 1,
             ),
         )
 
-    def _count(self, parallel: str) -> int:
-        size = self.get(f"{parallel}-parallel-size")
-        return int(size) if size and size.isdecimal() else 1
+    def number(self, name: str, otherwise: int = 1) -> int:
+        """Return the value of an option that is a number; `otherwise` without it."""
+        text = self.get(name)
+        return int(text) if text and text.isdecimal() else otherwise
 
 
 def redacted(arguments: Sequence[str]) -> list[str]:

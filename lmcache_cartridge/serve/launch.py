@@ -10,7 +10,7 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -34,6 +34,7 @@ _SECRETS = (*MOVED.values(), L2_ADAPTERS)
 _LEAST_L1_BYTES = 256 << 20
 _COLD_AT_ONCE = 4
 """Requests for the largest cartridge that may be staged at the same time, each in memory of its own (LMCache 0.5.6)."""
+Mode = Literal["in-process", "multiprocess"]
 SHM = Path("/dev/shm")
 CPU_KV_BYTES = 1 << 30
 """vLLM's KV cache on CPU where the user names no size: vLLM's own default is a share of the machine's memory."""
@@ -88,7 +89,7 @@ def plan(
     chunk_tokens: int = 256,
     on_load_failure: Literal["fail", "recompute"] = "fail",
     vllm_args: Sequence[str] = (),
-    mode: Literal["in-process", "multiprocess"] = "in-process",
+    mode: Mode = "in-process",
     l1_bytes: int = 0,
     lmcache_port: int = 0,
     saves: bool = True,
@@ -100,10 +101,21 @@ def plan(
     as much as the registered cartridges need, and a free port. It `saves` what vLLM computes, there and in `l2_adapters`,
     each as `lmcache server --l2-adapter` takes it. In-process LMCache saves it in so many bytes of each worker's memory,
     0 for nothing. Raises `UnsupportedEngine` where vLLM or LMCache is not
-    installed or not of a proven version, and for options of vLLM that do not go with cartridges.
+    installed or not of a proven version, and for options that do not go with cartridges, or not in this mode.
     """
     arguments = Arguments(vllm_args)
     in_process = mode == "in-process"
+    block_tokens = arguments.number("block-size", 128 if on_cpu() else 16)
+    for is_refused, why in (
+        (in_process and l2_adapters, "--l2-adapter: LMCache's server saves there; give --mode multiprocess, or leave it out"),
+        (not in_process and settings.device_bytes,
+            "device_bytes: the device tier is in vLLM's workers; give --mode in-process, or leave it out"),
+        (not in_process and chunk_tokens % block_tokens,
+            f"--chunk-size {chunk_tokens}: LMCache's server moves whole blocks of vLLM's, of {block_tokens} tokens; give a "
+            "multiple, another --block-size, or --mode in-process"),
+    ):  # fmt: skip
+        if is_refused:
+            raise UnsupportedEngine(why)
     settings, given = with_forms(settings, arguments.mapping(TRANSFER))
     role = given.get("kv_role")
     if role not in ("kv_both", "kv_consumer"):
@@ -130,7 +142,7 @@ def plan(
     if mode == "multiprocess":
         port = lmcache_port or free_port()
         lmcache = lmcache_command(
-            settings, chunk_tokens, l1_bytes=l1_bytes, port=port, on_cpu=on_cpu(), saves=role == "kv_both",
+            settings, chunk_tokens, l1_bytes=l1_bytes, port=port, saves=role == "kv_both",
             more_places=bool(l2_adapters),
         )  # fmt: skip
         if l2_adapters:
@@ -159,8 +171,31 @@ def plan(
     return Launch(path, yaml, environment, [*command, *rest], engine, lmcache)
 
 
+def lead(planned: Callable[..., Launch], *, stages: int) -> tuple[Launch, str]:
+    """Return what to start for a command line that names no mode, and why in that one, beginning with its name.
+
+    It is the other than the one that leads here where only that can have what is asked for. Raises `UnsupportedEngine`
+    where neither can, with the first one's reason. `stages` of a pipeline may have different sizes in-process only.
+    """
+    modes, why = (
+        ("in-process", "multiprocess"),
+        "vLLM has no GPU here, or pipeline stages, which may differ in size there",
+    )
+    if not on_cpu() and stages == 1:
+        import torch
+
+        if torch.cuda.is_available():
+            modes, why = modes[::-1], "vLLM has a GPU here"
+    try:
+        return planned(mode=modes[0]), f"{modes[0]} mode: {why}"
+    except UnsupportedEngine as refusal:
+        with suppress(UnsupportedEngine):
+            return planned(mode=modes[1]), f"{modes[1]} mode; {modes[0]} would be refused: {refusal}"
+        raise
+
+
 def lmcache_command(
-    settings: Settings, chunk_tokens: int, *, l1_bytes: int, port: int, on_cpu: bool, saves: bool,
+    settings: Settings, chunk_tokens: int, *, l1_bytes: int, port: int, saves: bool,
     more_places: bool = False,
 ) -> list[str]:  # fmt: skip
     """Return the command of LMCache's server with our adapter, and those of `$L2_ADAPTERS` if there are `more_places`.
@@ -186,7 +221,7 @@ def lmcache_command(
     ]  # fmt: skip
     if saves:
         command += ["--eviction-trigger-watermark", f"{l1_watermark(l1_bytes, largest):g}", "--eviction-ratio", "0.3"]
-    if on_cpu:
+    if on_cpu():
         command += ["--supported-transfer-mode", "engine_driven"]
         if SHM.is_dir() and shutil.disk_usage(SHM).free > 2 * l1_bytes:
             command += ["--no-l1-use-lazy", "--shm-name", f"lmcache-cartridge-{port}"]
@@ -235,15 +270,13 @@ def allowed_plugins() -> str:
     other plugin of any kind. So where the caller has not set it, every installed plugin is named, but for the
     endpoint plugins of others: without the variable vLLM would not load those either.
     """
-    allowed = os.environ.get("VLLM_PLUGINS")
-    names = allowed.split(",") if allowed is not None else _installed_plugins()
+    if (allowed := os.environ.get("VLLM_PLUGINS")) is not None:
+        names = allowed.split(",")
+    else:
+        entries = metadata.entry_points()
+        groups = [g for g in sorted(entries.groups) if g.startswith("vllm.") and g != "vllm.endpoint_plugins"]
+        names = [entry.name for group in groups for entry in entries.select(group=group)]
     return ",".join(dict.fromkeys([*filter(None, names), API_PLUGIN]))
-
-
-def _installed_plugins() -> list[str]:
-    entries = metadata.entry_points()
-    groups = sorted(g for g in entries.groups if g.startswith("vllm.") and g != "vllm.endpoint_plugins")
-    return [entry.name for group in groups for entry in entries.select(group=group)]
 
 
 def _merged(ours: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
@@ -260,17 +293,15 @@ def _merged(ours: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
         raise UnsupportedEngine(f"--{TRANSFER}: `serve` sets {', '.join(clash)} in {EXTRA} itself; leave it out")
     if own or extra:
         merged[EXTRA] = extra | own
-    if "kv_load_failure_policy" in given:
-        merged["kv_load_failure_policy"] = given["kv_load_failure_policy"]
-    return merged
+    policy = "kv_load_failure_policy"
+    return merged | {policy: given.get(policy, ours[policy])}
 
 
 def _largest_bytes(settings: Settings) -> int:
     """Return the size of the largest cartridge that is registered, or that is one of `roots` itself."""
     look(settings)
-    named = [load_manifest(root, payload=False) for root in settings.roots if (root / MANIFEST).is_file()]
-    registered = Registry(settings.registry_path, read_only=True).all()
-    return max([row.bytes for row in registered] + [manifest.payload_bytes for manifest in named], default=0)
+    named = [load_manifest(r, payload=False).payload_bytes for r in settings.roots if (r / MANIFEST).is_file()]
+    return max(named + [row.bytes for row in Registry(settings.registry_path, read_only=True).all()], default=0)
 
 
 def on_cpu() -> bool:
@@ -279,11 +310,7 @@ def on_cpu() -> bool:
 
 
 def _installed(distribution: str) -> bool:
-    try:
-        metadata.distribution(distribution)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
+    return any(metadata.distributions(name=distribution))
 
 
 def server_command(model: str) -> list[str]:

@@ -90,6 +90,7 @@ SERVER_NUMBERS = (
     Number("status_age_seconds", "gauge", "Age of the numbers that have a rank. More than some seconds: workers hang."),
 )  # fmt: skip
 """Of the API server itself."""
+_OF_SERVER = {row.name: row for row in SERVER_NUMBERS}
 LIBRARY_NUMBERS = (
     Number("library_position", "gauge", "Number of the published library's last change that this server knows."),
     Number("library_age_seconds", "gauge", "Time since the published library was last looked at with success. Above some `reload_s`: S3 cannot be reached, or the log is damaged."),
@@ -108,11 +109,10 @@ def _metric(name: str, registry: CollectorRegistry | None, **options: Any) -> An
     """Make a metric of the API server. Raises `ValueError` where the registry has it."""
     from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
-    row = next(row for row in SERVER_NUMBERS if row.name == name)
+    row = _OF_SERVER[name]
     kind = {"counter": Counter, "gauge": Gauge, "histogram": Histogram}[row.kind]
     outcomes = OUTCOMES.get(name, ())
-    labels = ["outcome"] if outcomes else []
-    metric = kind(PREFIX + name, row.help, labels, registry=registry or REGISTRY, **options)
+    metric = kind(PREFIX + name, row.help, ["outcome"] * bool(outcomes), registry=registry or REGISTRY, **options)
     for outcome in outcomes:
         metric.labels(outcome)
     return metric
@@ -152,23 +152,19 @@ class StatusCollector:
         from prometheus_client.core import GaugeMetricFamily
 
         yield from self._families
-        row = next(row for row in SERVER_NUMBERS if row.name == "status_age_seconds")
+        row = _OF_SERVER["status_age_seconds"]
         age = GaugeMetricFamily(PREFIX + row.name, row.help)
         if self._updated_at is not None:
             age.add_metric([], self._clock() - self._updated_at)
         yield age
-        for row, value in zip(LIBRARY_NUMBERS, _of_library(self._library()), strict=True):
+        known = self._library()
+        age_s = known and known.seen_s and max(0.0, time.time() - known.seen_s)
+        values = known and (known.position, age_s, known.problem is not None)
+        for row, value in zip(LIBRARY_NUMBERS, values or (None, None, None), strict=True):
             number = GaugeMetricFamily(PREFIX + row.name, row.help)
             if value is not None:
                 number.add_metric([], value)
             yield number
-
-
-def _of_library(known: Following | None) -> tuple[float | None, ...]:
-    if known is None:
-        return None, None, None
-    age_s = None if known.seen_s is None else max(0.0, time.time() - known.seen_s)
-    return known.position, age_s, known.problem is not None
 
 
 def _families(ranks: Iterable[Mapping[str, Any]], bounds: Sequence[float]) -> list[Metric]:

@@ -37,38 +37,29 @@ def find(fields: Mapping[str, Any], read: Collection[str]) -> str | None:
     A field that is null counts as not given.
     """
     for name, value in fields.items():
-        if value is not None and name not in read and _resembles(name):
+        if value is not None and name not in read and len(name) <= _LONGEST and _sounds_like_us(name):
             return name
-    for name in ("messages", "input"):
-        if isinstance(items := fields.get(name), list):
-            for item in items:
-                if isinstance(item, Mapping) and (inner := _inner(item)):
-                    return f"{name}[].{inner}"
-    return _in_containers(fields, "")
+    return _inside(fields, "", ("messages", "input", *_CONTAINERS))
 
 
-def _in_containers(fields: Mapping[str, Any], place: str) -> str | None:
-    for name in (*_CONTAINERS, "kv_transfer_params") if place else _CONTAINERS:
-        if isinstance(inside := fields.get(name), Mapping):
-            path = f"{place}{name}."
-            if inner := _inner(inside):
-                return path + inner
-            if (deeper := _in_containers(inside, path)) is not None:
+def _inside(fields: Mapping[str, Any], place: str, containers: Iterable[str]) -> str | None:
+    """Return the path of a field that can only be ours in an inner object, of which others may have fields of any name."""
+    for name in containers:
+        inside = fields.get(name)
+        for item in inside if isinstance(inside, list) else [inside]:
+            if not isinstance(item, Mapping):
+                continue
+            path = f"{place}{name}{'[]' if item is not inside else ''}."
+            for inner, value in item.items():
+                if value is not None and _letters(inner) in _INNER:
+                    return path + inner
+            if (deeper := _inside(item, path, (*_CONTAINERS, "kv_transfer_params"))) is not None:
                 return deeper
     return None
 
 
-def _inner(fields: Mapping[str, Any]) -> str | None:
-    """Return the field of an inner object that can only be ours; such objects may have fields of any name."""
-    return next((n for n, value in fields.items() if value is not None and _letters(n) in _INNER), None)
-
-
 def _letters(name: str) -> str:
     return re.sub("[^a-z]", "", name.casefold())
-
-
-def _resembles(name: str) -> bool:
-    return len(name) <= _LONGEST and _sounds_like_us(name)
 
 
 @lru_cache(maxsize=4096)
