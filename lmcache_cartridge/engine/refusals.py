@@ -91,7 +91,7 @@ ENGINE: list[Row] = [
     (lambda engine: engine.is_latent and engine.in_process, "multi-head latent attention",
             "one latent vector a token is served in multiprocess mode only", "use --mode multiprocess"),
     (lambda engine: engine.groups > 1, "{0.groups} KV cache groups",
-            "full and sliding layers would have KV caches with blocks of their own, and a cartridge has one KV for all layers",
+            "full and sliding layers would have KV caches with blocks of their own. LMCache's workers move those of one group only (LMCache 0.5.6, engine_driven), and what of a trained cartridge was not loaded could be told of one group only (vLLM 0.32)",
             f"start vLLM with --{ONE_GROUP}, as `serve` does"),
     (lambda engine: engine.gives_up_blocks and engine.saves, "every layer of the model has a sliding window",
             "vLLM gives a request's earlier blocks to others, and LMCache would save what those write",
