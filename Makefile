@@ -6,7 +6,7 @@ READY := .venv/ready
 JOBS ?= 3
 LOCKS := configs/requirements-cpu.lock configs/requirements-test.lock
 
-.PHONY: demo test versions py312 cartridges-test bench docs lint clean
+.PHONY: demo test versions next py312 cartridges-test bench docs lint clean
 
 demo: $(READY)
 	$(BIN)/lmcache-cartridge demo
@@ -17,6 +17,10 @@ test: $(READY)
 # Every pair of vLLM and LMCache that has a build for CPU: downloads, and takes hours.
 versions: $(READY)
 	.ci/versions
+
+# Every name of vLLM's and LMCache's, and the multiprocess part of the suite, with LMCache's next release.
+next: $(READY)
+	.ci/next
 
 # All that needs no torch, under Python 3.12 where there is one.
 py312: $(READY)
@@ -53,4 +57,4 @@ $(READY): $(LOCKS) setup.cfg pyproject.toml
 	touch $@
 
 clean:
-	rm -rf .venv .venv312
+	rm -rf .venv .venv312 .venvnext

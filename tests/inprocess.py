@@ -29,15 +29,15 @@ from lmcache_cartridge.settings import Settings
 
 with quietly():
     from lmcache.integration.vllm.utils import ENGINE_NAME
-    from lmcache.integration.vllm.vllm_service_factory import VllmServiceFactory
-    from lmcache.v1.cache_engine import LMCacheEngine, LMCacheEngineBuilder
     from lmcache.v1.config import LMCacheEngineConfig
-    from lmcache.v1.gpu_connector.gpu_connectors import GPUConnectorInterface
     from lmcache.v1.metadata import LMCacheMetadata
-    from lmcache.v1.pin_monitor import PinMonitor
 
-    from lmcache_cartridge.engine import backend
+    from lmcache_cartridge.engine import backend, host
     from lmcache_cartridge.engine.backend import CartridgeBackend
+
+    cache_engine = host.module("lmcache.v1.cache_engine")
+    LMCacheEngine = cache_engine.LMCacheEngine
+    GPUConnectorInterface = host.module("lmcache.v1.gpu_connector.gpu_connectors").GPUConnectorInterface
 
 CHUNK = 64
 """Tokens in a chunk: two blocks of `blocks.BLOCK`."""
@@ -68,7 +68,8 @@ def lmcache_config(settings: Settings, chunk_tokens: int = CHUNK, **options: Any
 
 def lmcache_metadata(config: LMCacheEngineConfig, vllm_config: VllmConfig, role: str = "worker") -> LMCacheMetadata:
     """Return what LMCache makes of vLLM's configuration."""
-    return VllmServiceFactory(config, vllm_config, role).get_or_create_metadata()
+    factory = host.module("lmcache.integration.vllm.vllm_service_factory").VllmServiceFactory
+    return factory(config, vllm_config, role).get_or_create_metadata()
 
 
 @contextmanager
@@ -84,7 +85,7 @@ def lmcache_engine(
     threads = set(threading.enumerate())
     gc.freeze()  # LMCache collects garbage first, which takes half a second over everything vLLM has imported
     with quietly():
-        engine = LMCacheEngineBuilder.get_or_create(
+        engine = cache_engine.LMCacheEngineBuilder.get_or_create(
             ENGINE_NAME, config, metadata, connector, lambda tensor, _: tensor, lambda thing, _: thing
         )
     gc.unfreeze()
@@ -93,9 +94,9 @@ def lmcache_engine(
             engine.post_init()
         yield engine
     finally:
-        LMCacheEngineBuilder.destroy(ENGINE_NAME)
+        cache_engine.LMCacheEngineBuilder.destroy(ENGINE_NAME)
         engine.storage_manager.loop.close()
-        PinMonitor.DestroyInstance()
+        host.module("lmcache.v1.pin_monitor").PinMonitor.DestroyInstance()
         CartridgeBackend.refusal = None
         assert not backend._stores, "a store was left open"
         assert leaves_threads or set(threading.enumerate()) <= threads

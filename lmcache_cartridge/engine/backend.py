@@ -221,8 +221,7 @@ class _Lender(MemoryAllocatorInterface):
     def allocate(self, *_: Any, **__: Any) -> None:
         """Return None: it has nothing but what was lent."""
 
-    def batched_allocate(self, *_: Any, **__: Any) -> None:
-        """Return None: it has nothing but what was lent."""
+    batched_allocate = allocate
 
 
 _LENDER = _Lender()

@@ -17,10 +17,8 @@ def captured(name: str, token_ids: list[int], chunk: int) -> bytes:
     The request had `name` as `CAPTURE` and as its `cache_salt`, so nothing of it was found anywhere and all of it computed.
     LMCache lets go of the chunk. Raises `UnsupportedEngine` where LMCache did not save it. Safe from any thread.
     """
-    from .inject import EngineWriteConnector
-
     engine = host_inprocess.lmcache_engine()
-    if engine is None or not isinstance(engine.gpu_connector, EngineWriteConnector):
+    if engine is None:
         raise UnsupportedEngine("KV can be fetched where LMCache runs in vLLM's workers; here it does not")
     if engine.gpu_connector.quantiser:
         raise UnsupportedEngine(

@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCacheConnectorV1
 from vllm.logger import init_logger
 
+from . import host, host_inprocess
 from .saving import Lost, keep_apart
 from .tier_events import TellsTiers
 from .whole import InjectsWhole, Whole, positions_to_inject
@@ -32,29 +33,23 @@ class CartridgeConnector(TellsTiers, InjectsWhole, LMCacheConnectorV1):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         """Called by vLLM. Raises `UnsupportedEngine` for a configuration under which cartridges are not safe."""
-        from . import host_inprocess
-
         try:
-            self._start(vllm_config, role, kv_cache_config)
+            from .describe import started
+            from .inject import EngineWriteConnector
+
+            kv_cache_config = started(vllm_config, kv_cache_config, "in-process") or kv_cache_config
+            with host_inprocess.own_connector(EngineWriteConnector, in_worker=role == KVConnectorRole.WORKER):
+                super().__init__(vllm_config, role, kv_cache_config)
+            self._config = vllm_config
+            self._lmcache = host_inprocess.InProcess(self)
+            if role == KVConnectorRole.SCHEDULER:
+                self.tell_tiers(vllm_config)
+                self.whole = Whole(self._lmcache.chunk_tokens, vllm_config.cache_config.block_size)
+            self._lost = Lost(vllm_config.cache_config.block_size, host_inprocess.over_ranks)
         except Exception:
             if role == KVConnectorRole.SCHEDULER:  # a worker that fails here has no engine of LMCache's yet
-                host_inprocess.end_workers_storage()
+                host_inprocess.end_storage()
             raise
-
-    def _start(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
-        from . import host_inprocess
-        from .describe import started
-        from .inject import EngineWriteConnector
-
-        kv_cache_config = started(vllm_config, kv_cache_config, "in-process") or kv_cache_config
-        with host_inprocess.own_connector(EngineWriteConnector, in_worker=role == KVConnectorRole.WORKER):
-            super().__init__(vllm_config, role, kv_cache_config)
-        self._config = vllm_config
-        self._lmcache = host_inprocess.InProcess(self)
-        if role == KVConnectorRole.SCHEDULER:
-            self.tell_tiers(vllm_config)
-            self.whole = Whole(self._lmcache.chunk_tokens, vllm_config.cache_config.block_size)
-        self._lost = Lost(vllm_config.cache_config.block_size, host_inprocess.over_ranks)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Choose the injector for these caches, let LMCache load its plugins, and make sure that ours is there.
@@ -66,12 +61,11 @@ class CartridgeConnector(TellsTiers, InjectsWhole, LMCacheConnectorV1):
         try:
             self._register(answering(kv_caches))
         except Exception:
-            self._lmcache.end_storage()
+            host_inprocess.end_storage()
             raise
 
     def _register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         from ..errors import UnsupportedEngine
-        from . import host
         from .backend import CartridgeBackend
         from .control import offer, own_path
 
@@ -94,7 +88,6 @@ class CartridgeConnector(TellsTiers, InjectsWhole, LMCacheConnectorV1):
 
     def _bind_injector(self, kv_caches: dict[str, torch.Tensor]) -> None:
         from ..memory.layout import ChunkShape
-        from . import host
         from .backend import stores
         from .describe import computed_dtype, own_layers, saves
 
@@ -132,7 +125,7 @@ class CartridgeConnector(TellsTiers, InjectsWhole, LMCacheConnectorV1):
         """End LMCache's storage thread. LMCache's own connector does not (vLLM 0.32), and an engine that may take its time
         to stop, `--shutdown-timeout`, then hangs for all of it.
         """
-        self._lmcache.end_storage()
+        host_inprocess.end_storage()
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Have LMCache load what this step needs, and note what it could not.

@@ -59,9 +59,20 @@ def changed(name: str, problem: str) -> UnsupportedEngine:
     )
 
 
+def module(path: str) -> Any:
+    """Import a module of theirs: of LMCache's in-process code from where LMCache 0.5.7 has it, else from `path`."""
+    moved = path.replace("lmcache.", "lmcache.inprocess.", 1)
+    try:
+        return import_module(moved)
+    except ModuleNotFoundError as error:
+        if not moved.startswith(str(error.name)):  # it is there, and misses something else
+            raise
+        return import_module(path)
+
+
 def _resolved(path: str) -> Any:
-    module, _, attributes = path.partition(":")
-    found = import_module(module)
+    owner, _, attributes = path.partition(":")
+    found = module(owner)
     for attribute in attributes.split("."):
         found = getattr(found, attribute)
     return found
@@ -180,21 +191,34 @@ def lookup_key(model: str, world: int, token_ids: list[int], salt: str) -> Any:
     """Return the key of a lookup by the session `salt` for one chunk, under that salt."""
     from lmcache.v1.multiprocess.custom_types import IPCCacheServerKey
 
-    return IPCCacheServerKey(
-        model, world, None, tuple(token_ids), 0, len(token_ids), salt, cache_salt=salt, num_kv_readers=1
+    return IPCCacheServerKey.from_token_ids(
+        model, world, None, token_ids, 0, len(token_ids), salt, cache_salt=salt, num_kv_readers=1
     )
 
 
 def may_look_up_again(tracker: Any) -> bool:
     """Whether a request that LMCache tells a miss for is still where another lookup makes sense."""
-    from lmcache.integration.vllm.lmcache_mp_metadata import LMCacheMPRequestState
-
-    return tracker.state == LMCacheMPRequestState.PREFETCHING
+    return tracker.state.name == "PREFETCHING"
 
 
 def rename_tokens(tracker: Any, rename: Callable[[list[int]], list[int]]) -> None:
     """Have LMCache make a request's keys of what `rename` returns for its token ids."""
-    tracker.get_token_ids = lambda: rename(type(tracker).get_token_ids(tracker))
+
+    def ids() -> list[int]:
+        return rename(type(tracker).get_token_ids(tracker))
+
+    tracker.get_token_ids = ids
+    # What LMCache 0.5.7 asks for.
+    tracker.packed_token_ids = lambda: module("lmcache.v1.multiprocess.token_codec").pack_token_ids(ids())
+
+
+def unlock_hits(adapter: Any, tracker: Any) -> None:
+    """Have LMCache's server let go of what it found for a request."""
+    is_packed = hasattr(type(tracker), "packed_token_ids")  # LMCache 0.5.7
+    adapter.free_lookup_locks(
+        tracker.packed_token_ids() if is_packed else tracker.get_token_ids(), start=0, end=tracker.num_lmcache_hit_tokens, request_id=tracker.request_id,
+        cache_salt=tracker.cache_salt, request_configs=tracker.request_configs,
+    )  # fmt: skip
 
 
 def maps_caches(config: VllmConfig) -> bool:
@@ -238,13 +262,20 @@ def _names_by_tracker(make: Any) -> bool:
     """Whether what LMCache saves is named by the token ids that `rename_tokens` replaces."""
     from types import SimpleNamespace
 
-    tracker = SimpleNamespace(
-        request_id="r", all_token_ids=[1, 2], num_prompt_tokens=2, num_scheduled_tokens=2, num_stored_tokens=0,
-        num_vllm_hit_tokens=0, num_lmcache_hit_tokens=0, num_allocated_blocks=lambda: {0: 1}, allocated_block_ids={0: [1]},
-        max_offload_tokens=None, cache_salt="", request_configs=None, increase_num_stored_tokens=lambda count: None,
-        get_token_ids=lambda: [3, 4],
+    request = SimpleNamespace(
+        request_id="r", cache_salt="", kv_transfer_params=None, sampling_params=None, all_token_ids=[1, 2],
+        prompt_token_ids=[1, 2], num_prompt_tokens=2, mm_features=[],
     )  # fmt: skip
-    return make(tracker, 2, [2]).op.token_ids == [3, 4]
+    tracker, asked = _resolved(_TRACKER)(request), list[int]()
+    tracker.num_scheduled_tokens, tracker.allocated_block_ids = 2, {0: [1]}
+    rename_tokens(tracker, asked.__iadd__)
+    make(tracker, 2, [2])
+    return asked == [1, 2]
+
+
+def _is_whole(ours: Any) -> bool:
+    """Whether a class of ours has every method that its base asks for. Raises `TypeError` with those that it has not."""
+    return object.__new__(ours) is not None
 
 
 def _puts_one_by_one(put: Any) -> bool:
@@ -313,6 +344,8 @@ NAMES: dict[Part, dict[str, Callable[[Any], Any]]] = {
     },
     "in-process": {
         "lmcache.v1.gpu_connector:CreateGPUConnector": callable,
+        f"{__package__}.inject:EngineWriteConnector": _is_whole,
+        f"{__package__}.backend:CartridgeBackend": _is_whole,
         "lmcache.integration.vllm.utils:ENGINE_NAME": lambda name: isinstance(name, str),
         "lmcache.v1.cache_engine:LMCacheEngineBuilder.get": lambda get: get("nobody") is None,
         "lmcache.integration.vllm.vllm_v1_adapter:LoadSpec": lambda kind: kind(
@@ -320,9 +353,6 @@ NAMES: dict[Part, dict[str, Callable[[Any], Any]]] = {
         ),
         "lmcache.v1.memory_management:TensorMemoryObj": _is_memory_object,
         "lmcache.v1.storage_backend.local_cpu_backend:LocalCPUBackend.batched_submit_put_task": _puts_one_by_one,
-        "lmcache:device_ops": lambda ops: callable(ops.multi_layer_kv_transfer),
-        "lmcache.lmcache_native:EngineKVFormat": lambda kind: kind.NL_X_NB_BS_HS,
-        "lmcache.lmcache_native:TransferDirection": bool,
         "vllm.distributed.parallel_state:get_tp_group": callable,
     },
     "multiprocess": {
@@ -332,9 +362,8 @@ NAMES: dict[Part, dict[str, Callable[[Any], Any]]] = {
         f"{_CONNECTOR}:get_dcp_decorated_model_name": callable,
         **{f"{_TRACKER}.{name}": lambda value: not value for name in _TRACKED},
         f"{_TRACKER}.get_token_ids": callable,
-        f"{_METADATA}:LMCacheMPRequestMetadata.GetStoreMetadata": _names_by_tracker,
         f"{_TRACKER}.state": lambda state: state.name == "PREFETCHING",
-        f"{_METADATA}:LMCacheMPRequestState.PREFETCHING": lambda _: True,
+        f"{_METADATA}:LMCacheMPRequestMetadata.GetStoreMetadata": _names_by_tracker,
         f"{_METADATA}:LMCacheMPConnectorMetadata": lambda kind: "requests" in vars(kind()),
         **{f"{_SCHEDULER}.{name}": bool for name in ("cleanup_lookup_result", "free_lookup_locks", "is_healthy")},
         "lmcache.v1.multiprocess.custom_types:IPCCacheServerKey": lambda _: (
@@ -345,7 +374,7 @@ NAMES: dict[Part, dict[str, Callable[[Any], Any]]] = {
         "lmcache.v1.multiprocess.token_hasher:TokenHasher": _is_hasher,
         "lmcache.lmcache_native:Bitmap": lambda kind: not kind(2).test(1),
         "lmcache.v1.distributed.internal_api:L2StoreResult": lambda kind: kind(True, 0) is not None,
-        "lmcache.v1.platform:create_event_notifier": callable,
+        f"{__package__}.l2:CartridgeL2Adapter": _is_whole,
         "lmcache.v1.distributed.api:ObjectKey": lambda kind: kind(b"h", "m", 1, 0, "salt").cache_salt == "salt",
     },
 }

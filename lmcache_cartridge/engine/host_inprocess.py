@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from .host import attribute, changed, replaced
+from .host import attribute, changed, module, replaced
+
+_ADAPTER = "lmcache.integration.vllm.vllm_v1_adapter"
 
 
 class InProcess:
@@ -77,15 +79,9 @@ class InProcess:
         if spec is not None:
             spec.lmcache_cached_tokens = max(spec.lmcache_cached_tokens, until)
 
-    def end_storage(self) -> None:
-        """End LMCache's storage thread, which would keep a failed process, and so the server, hanging."""
-        _end_storage(self.engine)
-
     def promise(self, request_id: str, computed: int, found: int, until: int) -> None:
         """Have LMCache take the positions up to `until` for found, until `settle` tells it that it has them up to `found`."""
-        from lmcache.integration.vllm.vllm_v1_adapter import LoadSpec
-
-        spec = LoadSpec(vllm_cached_tokens=computed, lmcache_cached_tokens=until, can_load=False)
+        spec = module(_ADAPTER).LoadSpec(vllm_cached_tokens=computed, lmcache_cached_tokens=until, can_load=False)
         spec.has = found
         self._load_specs[request_id] = spec
 
@@ -99,24 +95,20 @@ class InProcess:
 def lmcache_engine() -> Any:
     """Return LMCache's engine in this vLLM worker, None outside of one."""
     from lmcache.integration.vllm.utils import ENGINE_NAME
-    from lmcache.v1.cache_engine import LMCacheEngineBuilder
 
-    return LMCacheEngineBuilder.get(ENGINE_NAME)
+    return module("lmcache.v1.cache_engine").LMCacheEngineBuilder.get(ENGINE_NAME)
 
 
-def end_workers_storage() -> None:
-    """End the storage thread of LMCache's engine in this process, if there is one.
+def end_storage() -> None:
+    """End the storage thread of LMCache's engine in this process, which would keep one that failed, and so the server, hanging.
 
     Where the scheduler refuses to start in the worker's process (`--distributed-executor-backend uni`), vLLM 0.32 does
     not end the worker, and the process would wait for that thread.
     """
-    if "lmcache.v1.cache_engine" in sys.modules:
-        _end_storage(lmcache_engine())
-
-
-def _end_storage(engine: Any) -> None:
+    if "lmcache.integration.vllm.utils" not in sys.modules:
+        return
     # Not by `stop_services`: that aborts in libzmq (LMCache 0.5.6), and the reason of the failure would be lost.
-    if engine is not None and engine.storage_manager is not None:
+    if (engine := lmcache_engine()) is not None and engine.storage_manager is not None:
         engine.storage_manager.close()
 
 
@@ -174,11 +166,12 @@ def hasher(engine: Any) -> Callable[[list[int]], list[int]]:
 
 
 def transfer_kernel() -> tuple[Callable[..., None], Any, Any]:
-    """Return the call by which LMCache moves chunks of all layers, its names of layouts, and of directions."""
-    from lmcache import device_ops
-    from lmcache.lmcache_native import EngineKVFormat, TransferDirection
+    """Return the call by which LMCache moves chunks of all layers, its names of layouts, and of directions.
 
-    return device_ops.multi_layer_kv_transfer, EngineKVFormat, TransferDirection
+    Not among `NAMES`: where one is not there, `kernel.proven` refuses the kernel, and vLLM's ops are used.
+    """
+    native = module("lmcache.lmcache_native")
+    return module("lmcache").device_ops.multi_layer_kv_transfer, native.EngineKVFormat, native.TransferDirection
 
 
 @contextmanager
@@ -188,9 +181,8 @@ def own_connector(make: Callable[[], Any], *, in_worker: bool) -> Iterator[None]
     LMCache 0.5.6 has none for CPU, and those for GPUs write wrong KV. It looks `CreateGPUConnector` up at each call, so
     that is replaced for the call. Raises `UnsupportedEngine` where a worker's engine was built without asking for it.
     """
-    from lmcache.v1 import gpu_connector
-
-    with replaced(gpu_connector, "CreateGPUConnector", make) as calls:
+    sys.modules.setdefault(_ADAPTER, module(_ADAPTER))  # from where vLLM 0.32 imports it, before LMCache 0.5.7
+    with replaced(module("lmcache.v1.gpu_connector"), "CreateGPUConnector", make) as calls:
         yield
     if in_worker and not calls:
         raise changed("lmcache.v1.gpu_connector:CreateGPUConnector", "LMCache did not ask for it")

@@ -8,7 +8,6 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
-from lmcache.v1.gpu_connector.gpu_connectors import GPUConnectorInterface
 from lmcache.v1.memory_management import MemoryObj
 
 from ..errors import UnsupportedEngine
@@ -22,6 +21,7 @@ from .whole import write_layers
 
 logger = logging.getLogger(__name__)
 
+_Interface: Any = host.module("lmcache.v1.gpu_connector.gpu_connectors").GPUConnectorInterface
 _WORD = torch.complex128
 """What blocks and rows are copied as: the widest element there is, 16 bytes."""
 
@@ -34,7 +34,7 @@ class _Piece(NamedTuple):
     slots: torch.Tensor
 
 
-class EngineWriteConnector(GPUConnectorInterface):
+class EngineWriteConnector(_Interface):
     """Writes resident chunks into the engine's blocks, and reads what LMCache saves back in the same layout.
 
     One of three ways, which `bind` settles by what the layers' own ops are seen to write: LMCache's kernel where K lies beside

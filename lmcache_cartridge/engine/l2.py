@@ -277,6 +277,11 @@ class CartridgeL2Adapter(L2AdapterInterface):
         """Return the answers since the last call."""
         return {task_id: self._stored.pop(task_id) for task_id in list(self._stored)}
 
+    def get_memory_tags(self) -> Any:
+        """Return of what kind of memory chunks come. LMCache asks from 0.5.7 on."""
+        api = host.module("lmcache.v1.distributed.api")
+        return api.MemoryTags(api.MemorySegment.STORAGE, api.MemoryResidency.LOCAL)
+
     def report_status(self) -> dict[str, Any]:
         """Return what each engine rank is served, as plain values."""
         with self._lock:

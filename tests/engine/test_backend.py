@@ -15,6 +15,7 @@ from blocks import Blocks, vllm_config
 from inprocess import (
     CHUNK,
     Cartridge,
+    LMCacheEngine,
     lmcache_config,
     lmcache_engine,
     load,
@@ -26,7 +27,6 @@ from inprocess import (
 )  # fmt: skip
 from invariants import check
 from lmcache.utils import CacheEngineKey
-from lmcache.v1.cache_engine import LMCacheEngine
 from lmcache.v1.memory_management import MemoryFormat, MemoryObj
 from vllm.config import VllmConfig, set_current_vllm_config
 from waiting import Clock, run_threads

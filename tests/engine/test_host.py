@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import abc
 import ast
-import importlib
+import enum
 import re
+import sys
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +23,7 @@ from lmcache_cartridge.errors import UnsupportedEngine
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of others, as they are imported
     for _path in [path for names in host.NAMES.values() for path in names]:
-        importlib.import_module(_path.partition(":")[0])
+        host.module(_path.partition(":")[0])
 
 HOSTS = [f"{PACKAGE}.engine.{name}" for name in ("host", "host_api", "host_inprocess")]
 PROMISED = {
@@ -68,11 +71,11 @@ def taken(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     part, path = request.param
     module, _, attributes = path.partition(":")
     *owners, last = attributes.split(".")
-    owner = importlib.import_module(module)
+    owner = host.module(module)
     for name in owners:
         owner = getattr(owner, name)
-    if isinstance(owner, type) and issubclass(owner, importlib.import_module("enum").Enum):
-        monkeypatch.setattr(importlib.import_module(module), owners[-1], SimpleNamespace())
+    if isinstance(owner, type) and issubclass(owner, enum.Enum):
+        monkeypatch.setattr(host.module(module), owners[-1], SimpleNamespace())
     else:
         monkeypatch.delattr(owner, last)
     yield part, path
@@ -111,9 +114,63 @@ def test_a_name_that_means_something_else_is_refused(
     part: host.Part, path: str, changed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module, _, attributes = path.partition(":")
-    monkeypatch.setattr(f"{module}.{attributes}", changed)
+    monkeypatch.setattr(f"{host.module(module).__name__}.{attributes}", changed)
     with pytest.raises(UnsupportedEngine, match=attributes.partition(".")[0]):
         host.verify(part)
+
+
+@pytest.mark.parametrize(
+    ("part", "base", "ours"),
+    [
+        ("adapter", "lmcache.v1.distributed.l2_adapters.base:L2AdapterInterface", "l2:CartridgeL2Adapter"),
+        (
+            "in-process",
+            "lmcache.v1.storage_backend.abstract_backend:StoragePluginInterface",
+            "backend:CartridgeBackend",
+        ),
+        ("in-process", "lmcache.v1.gpu_connector.gpu_connectors:GPUConnectorInterface", "inject:EngineWriteConnector"),
+    ],
+)
+def test_a_method_that_a_release_asks_for_and_we_have_not_is_named_at_start(
+    part: host.Part, base: str, ours: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    classes = []
+    for path in (base, f"{PACKAGE}.engine.{ours}"):
+        module, _, name = path.partition(":")
+        classes.append(getattr(host.module(module), name))
+    with monkeypatch.context() as patch:
+        patch.setattr(classes[0], "get_news", abc.abstractmethod(lambda self: None), raising=False)
+        for each in classes:
+            abc.update_abstractmethods(each)
+        with pytest.raises(UnsupportedEngine, match=f"{classes[1].__name__} .*get_news"):
+            host.verify(part)
+    for each in classes:
+        abc.update_abstractmethods(each)
+    host.verify(part)
+
+
+def test_a_module_is_taken_from_where_lmcache_moved_it_else_from_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a package in LMCache's place: LMCache has either."""
+    files = {
+        "moved": "here = 'old'", "inprocess/moved": "here = 'new'", "stays": "here = 'old'", "broken": "",
+        "inprocess/broken": "import nobody_has_this",
+    }  # fmt: skip
+    (tmp_path / "lmcache" / "inprocess").mkdir(parents=True)
+    for name, text in files.items():
+        (tmp_path / "lmcache" / f"{name}.py").write_text(text)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "lmcache"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "lmcache" / "__init__.py").touch()
+    try:
+        assert [host.module(f"lmcache.{name}").here for name in ("moved", "stays")] == ["new", "old"]
+        with pytest.raises(ModuleNotFoundError, match="nobody_has_this"):
+            host.module("lmcache.broken")
+    finally:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "lmcache"]:
+            del sys.modules[name]
 
 
 # Names of live objects.

@@ -11,9 +11,9 @@ import torch
 from blocks import Blocks, memory_object, vllm_config
 from inprocess import CHUNK, lmcache_config, lmcache_metadata
 from lmcache.utils import EngineType
-from lmcache.v1 import gpu_connector
 from lmcache.v1.memory_management import MemoryObj
 
+from lmcache_cartridge.engine.host import module
 from lmcache_cartridge.engine.host_inprocess import own_connector
 from lmcache_cartridge.engine.inject import EngineWriteConnector
 from lmcache_cartridge.errors import UnsupportedEngine
@@ -259,6 +259,7 @@ def test_a_layer_or_cache_that_cannot_be_written_is_refused_with_its_name(blocks
 
 def test_lmcache_builds_its_engine_on_cpu_only_with_our_connector(tmp_path: Path) -> None:
     config = lmcache_config(Settings(home=tmp_path))
+    gpu_connector = module("lmcache.v1.gpu_connector")
     metadata, original = lmcache_metadata(config, vllm_config()), gpu_connector.CreateGPUConnector
 
     def create() -> object:

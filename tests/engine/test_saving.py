@@ -16,6 +16,7 @@ from blocks import Blocks, vllm_config
 from inprocess import (
     CHUNK,
     Cartridge,
+    LMCacheEngine,
     lmcache_config,
     lmcache_engine,
     load,
@@ -24,7 +25,6 @@ from inprocess import (
     plugin,
     prepare,
 )
-from lmcache.v1.cache_engine import LMCacheEngine
 from making import heads_bytes
 from vllm import SamplingParams
 from vllm.config import VllmConfig

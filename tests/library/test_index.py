@@ -63,11 +63,12 @@ def test_lmcache_hashes_a_prompt_to_a_leading_run_of_exactly_the_whole_chunks(
 ) -> None:
     from lmcache.v1.config import LMCacheEngineConfig
     from lmcache.v1.metadata import LMCacheMetadata
-    from lmcache.v1.token_database import ChunkedTokenDatabase
+
+    from lmcache_cartridge.engine.host import module
 
     config = LMCacheEngineConfig.from_defaults(chunk_size=chunk, pre_caching_hash_algorithm="sha256_cbor")
     metadata = LMCacheMetadata("model", 1, 1, 0, 0, torch.bfloat16, (3, 2, chunk, 2, 64), chunk_size=chunk)
-    database = ChunkedTokenDatabase(config, metadata)
+    database = module("lmcache.v1.token_database").ChunkedTokenDatabase(config, metadata)
 
     def chain(ids: list[int]) -> list[int]:
         return [h for _, _, h in database.process_tokens(tokens=ids, make_key=False)]
