@@ -243,9 +243,9 @@ class Entries:
         return None if entry is None else entry.row
 
     def close(self) -> None:
-        """Stop reading. Blocks for the artefact that is being read, not for one that hangs, and to keep what was read."""
+        """Stop reading. Blocks for what is being read, and to keep what was read, but not for what hangs."""
+        wait([self._reads.submit(self._keep, lambda: go_on(self._keep))], _CLOSE_S)
         self._reads.close(_CLOSE_S)
-        self._keep()
 
     # What there is.
 

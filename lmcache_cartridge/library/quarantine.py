@@ -102,11 +102,12 @@ class ProcessQuarantine:
             if self.holds(digest, location):
                 return False
             name = name_of(digest, location)
-            self._notes[name] = Note(reason, location)
-            if not self._quarantine.put(digest, reason, location):
-                self._unwritten[name] = self._notes[name]
+            self._notes[name] = self._unwritten[name] = Note(reason, location)
             self.publish()
-            return True
+        if self._quarantine.put(digest, reason, location):  # without the lock: that disk may hang
+            with self._lock:
+                self._unwritten.pop(name, None)
+        return True
 
     def holds(self, digest: str, location: str) -> bool:
         """Whether the copy at `location` is quarantined."""
@@ -115,8 +116,11 @@ class ProcessQuarantine:
 
     def follow(self) -> None:
         """Take in what others put into the directory, or lifted from it."""
+        before = self._notes.copy()
+        written = self._quarantine.notes()
         with self._lock:
-            before, self._notes = self._notes, self._quarantine.notes() | self._unwritten
+            meanwhile = {name: note for name, note in self._notes.items() if name not in before}
+            self._notes = written | meanwhile | self._unwritten
             for name in before.keys() - self._notes.keys():
                 logger.info("the quarantine of %s was lifted", name)
             self.publish()
@@ -124,13 +128,14 @@ class ProcessQuarantine:
     def forgive(self, digest: str) -> None:
         """Lift the quarantines that copies on S3 caused; what is there now is checked when it is loaded. Else no change."""
         with self._lock:
-            for name, note in list(self._notes.items()):
-                if name.startswith(digest) and is_remote(note.location):
-                    with suppress(OSError):
-                        self._quarantine.lift(digest, note.location)
-                    del self._notes[name]
-                    self._unwritten.pop(name, None)
+            notes = {n: note for n, note in self._notes.items() if n.startswith(digest) and is_remote(note.location)}
+            for name in notes:
+                del self._notes[name]
+                self._unwritten.pop(name, None)
             self.publish()
+        for note in notes.values():
+            with suppress(OSError):
+                self._quarantine.lift(digest, note.location)
 
     def publish(self) -> None:
         """Let `reasons` be of the copies that are served now."""

@@ -38,6 +38,7 @@ _POLL_S = 0.1
 """How often claims in the background are polled."""
 _RECENT = 1 << 13
 """Chunks of a tier that are looked at for what is whole: less than a millisecond, for which hits wait."""
+_CLOSE_S = 2.0
 _MAX_READS = 32
 """Artefacts that are read at once for those who claim them."""
 
@@ -386,13 +387,17 @@ class CartridgeStore:
         return {name: tier.stats()._asdict() for name, tier in tiers.items() if tier is not None}
 
     def close(self) -> None:
-        """Stop loading. Loans stay valid."""
+        """Stop loading. Loans stay valid. Waits for what is under way, but not for what hangs: `_CLOSE_S` at most."""
         self._stopping.set()
-        self._keeper.join()
+        closing = threading.Thread(target=self._close, name="cartridge-close", daemon=True)
+        closing.start()
+        closing.join(_CLOSE_S)
+
+    def _close(self) -> None:
         open_: list[Any] = [self._follower, self._catalog, *self._memory.values(), self._loader, self._sources]
-        for each in open_:
-            if each is not None:
-                each.close()
+        for each in filter(None, open_):
+            go_on(each.close)
+        self._keeper.join()
 
     def _claims(self) -> list[Claim]:
         with self._lock:
@@ -415,4 +420,4 @@ class CartridgeStore:
                 go_on(step)
             if self._settings.reload_s and self._clock() - refreshed_at >= self._settings.reload_s:
                 refreshed_at = self._clock()
-                go_on(self.refresh)
+                self._reads.submit("refresh", lambda: go_on(self.refresh))  # its disk may hang, and that of no other

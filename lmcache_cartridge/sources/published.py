@@ -25,6 +25,7 @@ _SHARE = 0.9
 """Part of `reload_s` within which one look does for all processes of a machine."""
 _LOOK_S = 10.0
 """Longest time that a look may wait for a byte."""
+_CLOSE_S = 1.0
 
 
 class Library:
@@ -115,11 +116,11 @@ class Follower:
             self._thread.start()
 
     def close(self) -> None:
-        """Stop following. Blocks for a look that is under way, for some seconds at most."""
+        """Stop following. Blocks for a look that is under way, for a moment."""
         self._stopping.set()
         self._source.close()
         if self._thread.is_alive():
-            self._thread.join(_LOOK_S)
+            self._thread.join(_CLOSE_S)
 
     def _run(self) -> None:
         while not self._stopping.wait(self._every_s):

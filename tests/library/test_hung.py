@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,37 +32,6 @@ def mount(monkeypatch: pytest.MonkeyPatch) -> Iterator[Mount]:
     monkeypatch.setattr(reading, "_read_at_most", hang)
     yield mount
     mount.back.set()
-
-
-def test_what_is_registered_later_is_served_and_the_store_closes(home: Home, mount: Mount) -> None:
-    home.make("a", positions=64, seed=1)
-    store = home.open(settings={"reload_s": 0.05})
-    relieved: list[float] = []
-    relieve = store.cpu.relieve
-    store.cpu.relieve = lambda: relieved.append(time.monotonic()) or relieve()  # type: ignore[func-returns-value]
-    mount.is_away = True
-    for number in range(5):  # registering reads them in this thread
-        home.make(f"nfs-{number}", positions=64, seed=10 + number)
-    until(lambda: any("nfs" in name for name in list(catalog_of(store)._unread)))
-    home.make("later", positions=64, seed=4)
-    until(lambda: "later@1" in store.names())
-    told = len(relieved)
-    until(lambda: len(relieved) > told + 3)  # the keeper goes on
-    closing = threading.Thread(target=store.close, daemon=True)
-    closing.start()
-    closing.join(20)
-    assert not closing.is_alive() and not mount.back.is_set()
-
-
-def test_a_store_starts_beside_it(home: Home, mount: Mount) -> None:
-    home.make("nfs", positions=64, seed=3)
-    home.make("sound", positions=64, seed=4)
-    mount.is_away = True
-    store = home.open(settings={"reload_s": 0})
-    until(lambda: store.names() == ["sound@1"])
-    mount.is_away = False
-    mount.back.set()
-    until(lambda: sorted(store.names()) == ["nfs@1", "sound@1"])
 
 
 def test_a_manifest_that_hangs_when_it_is_read_again_holds_up_no_other(home: Home, mount: Mount) -> None:
