@@ -258,5 +258,5 @@ def test_another_engine_and_a_restart_begin_without_trust_and_withdraw_nothing(h
         store.close()
         store = home.open(settings=TRUSTED)
     else:
-        store.begin_trials()
+        store.trust.begin_trials()
     assert (store.lookup(prompt.hashes), store.untried(), _stamp(home)) == (0, [made.manifest.digest], 0)

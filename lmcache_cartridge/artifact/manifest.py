@@ -108,8 +108,6 @@ class Compaction(msgspec.Struct, frozen=True):
     refine: int = 0
     """Gradient steps for each layer."""
     measured: Measured | None = None
-    distill: int = 0
-    """Steps of training through the whole model, by releases that took some."""
 
 
 class Provenance(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -223,7 +221,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         about = self.provenance
         if self.kind != "trained":
             return None
-        if about.compaction is None or about.compaction.distill or self.document is None:
+        if about.compaction is None or self.document is None:
             return 0
         return None if self.document.count <= COMPANIONABLE * self.positions else 0
 

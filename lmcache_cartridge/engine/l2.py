@@ -133,7 +133,7 @@ class CartridgeL2Adapter(L2AdapterInterface):
                     f"{rank.report.chunk_tokens}, not {report.layout} and {report.chunk_tokens}; restart LMCache's server"
                 )
             if not self._present[report.key]:  # of an earlier process nothing is known that is true of this one
-                rank.store.begin_trials()
+                rank.store.trust.begin_trials()
                 rank.copies.drop(lambda key: tag_part(key.cache_salt) is None)
             self._present[report.key] += 1
             return rank.control.path

@@ -91,4 +91,4 @@ class Trust:
             failed = digest in self._trials and not any(self._trials[digest].values())
             return failed or digest in self._catalog.quarantined or not self._catalog.names_of(digest)
 
-        self._withdrawals.withdraw(list(filter(is_gone, self._withdrawals.noted.copy())))
+        self._withdrawals.withdraw(filter(is_gone, self._withdrawals.noted.copy()))

@@ -68,10 +68,6 @@ class KeyIndex:
         whole, rest = divmod(positions, self.chunk_tokens)
         return 0 if kind == "tokens" else whole + (kind == "trained" and rest > 0)
 
-    def hash_bytes(self, positions: int, kind: Kind) -> int:
-        """Return how many bytes the hashes of a cartridge of so many positions are."""
-        return self.chunks_in(positions, kind) * self._width
-
     def _filled(self, token_ids: Sequence[int], chunks: int) -> Iterable[int]:
         end = chunks * self.chunk_tokens
         return self._hasher([*token_ids[:end], *[_FILLER] * (end - len(token_ids))])

@@ -79,7 +79,7 @@ class RowReader:
     ) -> None:
         """Touches no file."""
         self._index, self._copies = index, copies
-        self._allow_trained, self._complained = allow_trained, False
+        self._allow_trained = allow_trained
         self._check = lambda manifest: manifest.fingerprint.check_fits(fingerprint, accept_weights=accept_weights)
         probe = (list(map(hex, index.probe)), index.chunk_tokens)
         facts = (_FORMAT, probe, fingerprint, allow_trained, accept_weights, str(registry.absolute()))
@@ -115,8 +115,7 @@ class RowReader:
 
     def is_likely(self, row: Row, entry: RegistryEntry) -> bool:
         """Whether a row may be what `read` would return for a registered cartridge. Reads nothing."""
-        wanted = (entry.location, entry.kind, entry.positions, self._index.hash_bytes(row.positions, row.kind))
-        return wanted == (row.location, row.kind, row.positions, len(row.hashes))
+        return (entry.location, entry.kind, entry.positions) == (row.location, row.kind, row.positions)
 
     def recall(self) -> list[Row]:
         """Return what was kept last. Blocks for the read.
@@ -139,9 +138,7 @@ class RowReader:
             self._file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             files.replace(self._file, [msgspec.msgpack.encode(rows)], 0o600)
         except OSError as error:
-            if not self._complained:
-                logger.warning("%s cannot be written (%s); the next start reads artefacts instead", self._file, error)
-            self._complained = True
+            logger.warning("%s cannot be written (%s); the next start reads artefacts instead", self._file, error)
         for path in self._file.parent.glob("*.*"):
             with suppress(OSError):
                 if time.time() - path.stat().st_mtime > _UNUSED_S:

@@ -86,7 +86,7 @@ class Workers:
         future; that is so for all who wait for it.
         """
         with self._changed:
-            self._relieve()
+            self.relieve()
             for job in (self._waiting.get(key), *(job for job, _ in self._running.values())):
                 if job is not None and job.key == key and not job.future.cancelled():
                     return job.future
@@ -101,7 +101,13 @@ class Workers:
     def relieve(self) -> None:
         """Put threads in the place of stalled ones, as each `submit` does. To be called every now and then."""
         with self._changed:
-            self._relieve()
+            late = self._clock() - self._stalled_s
+            for thread, (job, since) in self._running.items():
+                if since < late and thread not in self._stalled and len(self._stalled) < _MOST_STALLED:
+                    self._stalled.add(thread)
+                    logger.warning("%s: %s takes too long; others go on without it", self._name, [*job.groups])
+                    self._alive -= 1
+                    self._wake()
 
     def close(self, wait_s: float) -> None:
         """Take back what waits, and wait for what runs, for `wait_s` at most. Calling again is no change."""
@@ -113,15 +119,6 @@ class Workers:
             job.future.cancel()
         with self._changed:
             self._changed.wait_for(lambda: not self._alive, wait_s)
-
-    def _relieve(self) -> None:
-        late = self._clock() - self._stalled_s
-        for thread, (job, since) in self._running.items():
-            if since < late and thread not in self._stalled and len(self._stalled) < _MOST_STALLED:
-                self._stalled.add(thread)
-                logger.warning("%s: %s takes too long; others go on without it", self._name, [*job.groups])
-                self._alive -= 1
-                self._wake()
 
     def _wake(self) -> None:
         if len(self._waiting) > self._idle and self._alive < self._limit:

@@ -98,7 +98,6 @@ class CartridgeStore:
         self._catalog.refresh()
         self.trust = trust(settings, self._catalog, self._registry)
         self.tried, self.untried = self.trust.tried, self.trust.untried
-        self.begin_trials = self.trust.begin_trials
         self.device: MemoryTier | None = None
         self._memory = {"cpu": self.cpu}
         budget_bytes = device_bytes(settings.device_bytes, engine.device)
@@ -389,15 +388,7 @@ class CartridgeStore:
     def close(self) -> None:
         """Stop loading. Loans stay valid. Waits for what is under way, but not for what hangs: `_CLOSE_S` at most."""
         self._stopping.set()
-        closing = threading.Thread(target=self._close, name="cartridge-close", daemon=True)
-        closing.start()
-        closing.join(_CLOSE_S)
-
-    def _close(self) -> None:
-        open_: list[Any] = [self._follower, self._catalog, *self._memory.values(), self._loader, self._sources]
-        for each in filter(None, open_):
-            go_on(each.close)
-        self._keeper.join()
+        self._keeper.join(_CLOSE_S)
 
     def _claims(self) -> list[Claim]:
         with self._lock:
@@ -413,7 +404,7 @@ class CartridgeStore:
         return None if error is None else Readiness.never(error)
 
     def _keep(self) -> None:
-        """Poll the claims in the background and follow changes of the registry, until the store is closed."""
+        """Poll the claims in the background and follow changes of the registry, until the store is closed; end all it uses then."""
         refreshed_at = self._clock()
         while not self._stopping.wait(_POLL_S):
             for step in (*(tier.relieve for tier in self._memory.values()), self._background.poll):
@@ -421,3 +412,6 @@ class CartridgeStore:
             if self._settings.reload_s and self._clock() - refreshed_at >= self._settings.reload_s:
                 refreshed_at = self._clock()
                 self._reads.submit("refresh", lambda: go_on(self.refresh))  # its disk may hang, and that of no other
+        for each in (self._follower, self._catalog, *self._memory.values(), self._loader, self._sources):
+            if each:
+                go_on(each.close)

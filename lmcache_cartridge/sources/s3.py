@@ -62,7 +62,7 @@ class S3Source:
         if not len(out):
             return
         call, step = self._call(location, file), self._part_bytes
-        call.run([partial(_fill, call, where.start + at, [out[at : at + step]]) for at in range(0, len(out), step)])
+        call.run([partial(_fill, call, where.start + at, out[at : at + step]) for at in range(0, len(out), step)])
         if seen:
             seen(out)
 
@@ -153,9 +153,9 @@ def _head(call: _Call) -> dict[str, Any]:
     return call.client.head_object(**call.target)
 
 
-def _fill(call: _Call, start: int, outs: Sequence[memoryview]) -> None:
-    """Fill `outs` from `start` of an object, going on from where a connection broke."""
-    done, size = 0, sum(map(len, outs))
+def _fill(call: _Call, start: int, out: memoryview) -> None:
+    """Fill `out` from `start` of an object, going on from where a connection broke."""
+    done, size = 0, len(out)
 
     def rest() -> None:
         nonlocal done
@@ -164,7 +164,7 @@ def _fill(call: _Call, start: int, outs: Sequence[memoryview]) -> None:
         with response["Body"] as body:
             _check_range(response, start + done, end, call.name)
             while done < size and (data := body.read1(min(_STEP_BYTES, size - done))):
-                call.write(outs, done, data)
+                call.write(out[done : done + len(data)], data)
                 done += len(data)
         if done < size:
             raise _Transient("the answer ended early")
@@ -296,15 +296,11 @@ class _Call:
         self._progress.add(size_bytes)
         self._source.progress.add(size_bytes)
 
-    def write(self, outs: Sequence[memoryview], start: int, data: bytes) -> None:
-        """Copy to `start` of the caller's buffers in a row, which are the caller's alone once the call has ended."""
-        rest = memoryview(data)
+    def write(self, out: memoryview, data: bytes) -> None:
+        """Copy to a part of the caller's buffer, which is the caller's alone once the call has ended."""
         with self._lock:
             self.came(len(data))
-            for out in outs:
-                part = rest[: max(0, len(out) - start)]
-                out[start : start + len(part)] = part
-                rest, start = rest[len(part) :], max(0, start - len(out))
+            out[:] = data
 
     def retry(self, request: Callable[[], T], progress: Callable[[], int] = lambda: 0) -> T:
         """Return what `request` returns, repeating what may pass; one that made `progress` counts as a new one."""

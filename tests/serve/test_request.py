@@ -300,7 +300,6 @@ COMPACTION = Compaction("repeat", 9, 1, 1.0)
         ({}, 64, 0), ({"training": TRAINING}, 64, 0),
         ({"compaction": COMPACTION}, 66, None), ({"compaction": COMPACTION}, 128, 0), ({"compaction": COMPACTION}, 0, 0),
         ({"compaction": msgspec.structs.replace(COMPACTION, refine=9)}, 64, None),
-        ({"compaction": msgspec.structs.replace(COMPACTION, distill=9)}, 64, 0),
     ],
 )  # fmt: skip
 def test_what_a_cartridge_of_16_positions_was_made_for(
