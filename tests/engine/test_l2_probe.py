@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from blocks import Blocks, vllm_config
+from processor import needs_avx512
 
 from lmcache_cartridge.engine.probe import written_layout
 from lmcache_cartridge.errors import UnsupportedEngine
@@ -54,7 +55,9 @@ def test_this_machines_real_layers_are_recognised_and_their_blocks_left_alone(bl
     assert all(torch.equal(before[name], cache) for name, cache in blocks.caches.items())
 
 
-@pytest.mark.parametrize(("isa", "found"), [("vec", "vec/32"), ("vec16", "vec/32"), ("amx", "amx/32")])
+@pytest.mark.parametrize(
+    ("isa", "found"), [("vec", "vec/32"), ("vec16", "vec/32"), pytest.param("amx", "amx/32", marks=needs_avx512)]
+)
 def test_every_packing_of_the_x86_ops_is_told_apart(isa: str, found: str) -> None:
     blocks = Blocks(vllm_config(), 3)
     for layer in blocks.layers.values():
@@ -127,6 +130,7 @@ def test_one_swap_of_two_elements_makes_a_layout_unknown(swapped: tuple[int, int
             written_layout(blocks.caches, blocks.layers, in_blocks=in_blocks)
 
 
+@needs_avx512
 def test_layers_that_write_differently_are_refused() -> None:
     blocks = Blocks(vllm_config(), 3)
     last = list(blocks.layers)[-1]

@@ -13,6 +13,7 @@ import torch
 from blocks import Blocks, memory_object, vllm_config  # before anything that imports lmcache
 from chunks import load
 from making import make_artifact, make_fingerprint, make_rope
+from processor import needs_avx512
 from test_l2_probe import _beside, _Layer
 
 from lmcache_cartridge.artifact.cartridge import Cartridge, Segment
@@ -84,6 +85,7 @@ def _equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
     return all(map(torch.equal, ours, theirs))
 
 
+@needs_avx512
 @pytest.mark.parametrize(
     ("kind", "encoding", "block", "isa", "cached"),
     [
@@ -109,6 +111,7 @@ def _is_amx(blocks: Blocks) -> bool:
     return next(iter(blocks.layers.values())).isa == "amx"
 
 
+@needs_avx512
 @pytest.mark.parametrize(
     "other",
     [
@@ -129,6 +132,7 @@ def _some_kv() -> torch.Tensor:
     return torch.randn(2, 3, CHUNK, 2, 64, generator=torch.Generator().manual_seed(3)).bfloat16()
 
 
+@needs_avx512
 @pytest.mark.parametrize("kind", FP8)
 def test_the_op_for_cpu_cuts_numbers_off_and_saturates(kind: str) -> None:
     """What `make/canary.py` takes for the coarsest engine, for every number of the dtype."""
@@ -185,6 +189,7 @@ def test_what_is_not_one_rule_for_every_number_is_refused() -> None:
         )
 
 
+@needs_avx512
 def test_another_scale_has_another_name_in_the_keys_and_travels_in_the_report() -> None:
     blocks = [_blocks(), _blocks(scales=[*SCALES[:2], (0.5, 3.2)]), _blocks("fp8_e5m2"), _blocks("fp8_e4m3")]
     found = [
@@ -197,6 +202,7 @@ def test_another_scale_has_another_name_in_the_keys_and_travels_in_the_report() 
     assert msgspec.msgpack.decode(sent, type=Report) == report
 
 
+@needs_avx512
 def test_a_rank_and_a_stage_have_their_own_heads_and_layers(tmp_path: Path) -> None:
     segment, kv = _segment(tmp_path / "a", offset=0)
     blocks = _blocks()

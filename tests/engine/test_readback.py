@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from blocks import Blocks, quietly, vllm_config
+from processor import needs_avx512
 from transformers import LlamaConfig
 
 from lmcache_cartridge.errors import UnsupportedEngine
@@ -83,7 +84,7 @@ def test_every_number_of_heads_and_head_size_is_read_back(
     _compare(Blocks(vllm_config(tmp_path, block_size=block, skip_tokenizer_init=True), 1024 // block))
 
 
-@pytest.mark.parametrize("isa", ["vec", "vec16", "amx"])
+@pytest.mark.parametrize("isa", ["vec", "vec16", pytest.param("amx", marks=needs_avx512)])
 @pytest.mark.parametrize("window", [None, 64, 1000])
 def test_every_instruction_set_and_window_is_read_back(isa: str, window: int | None) -> None:
     blocks = Blocks(vllm_config(), 32, window=window)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from processor import needs_avx512
 from serving import (
     Client,
     Reply,
@@ -30,6 +31,7 @@ from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.serve.processes import SMALL
 from lmcache_cartridge.settings import from_mapping
 
+pytestmark = needs_avx512
 NOISE = {"fp8_e4m3": 0.6, "fp8_e5m2": 0.9}
 """Twice what fp8 itself does to the logprobs of these prompts: computed in bfloat16 and in fp8 they differ by up to 0.34
 and 0.59."""
