@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from processor import noise
 from serving import SERVER_ARGS, Client, difference, question_ids, register_kv, stored_kv
 
 from lmcache_cartridge.artifact import reading
@@ -31,7 +32,7 @@ from lmcache_cartridge.serve.processes import ServerProcess
 from lmcache_cartridge.settings import from_mapping
 
 SHEET, CHUNK, BLOCK = "ward-a", 64, 32
-NOISE = 0.25
+NOISE = noise(0.25)
 """Largest logprob difference taken for rounding, as in `test_end_to_end`; damaged KV gives 10 and more."""
 
 

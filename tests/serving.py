@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import httpx
 import numpy as np
 import torch
+from processor import noise
 from safetensors import safe_open
 from waiting import until
 
@@ -192,7 +193,11 @@ def assert_injected_to_its_end(client: Client, model: CausalModel) -> None:
     whole, cut = (client.ask_with([name], own) for name in ("tailed", "trained"))
     assert (whole.cached_tokens, cut.cached_tokens) == (len(document), len(document) // 256 * 256)
     assert whole.text.strip() == question.answer != cut.text.strip()
-    assert difference(whole, client.computed(document + own)) < 0.25 < difference(cut, client.computed(document + own))
+    assert (
+        difference(whole, client.computed(document + own))
+        < noise(0.25)
+        < difference(cut, client.computed(document + own))
+    )
 
 
 def question_ids(model: CausalModel, text: str) -> list[int]:

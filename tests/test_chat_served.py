@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from processor import noise
 from serving import SERVER_ARGS
 from templates import WARD
 from wards import MODEL, Asker, Ward, content, patients, register, write_ward
@@ -21,7 +22,7 @@ from lmcache_cartridge.serve.processes import ServerProcess
 from lmcache_cartridge.settings import from_mapping
 
 CHAT = "/v1/chat/completions"
-NOISE = 0.1
+NOISE = noise(0.1)
 """Nats between bfloat16 logprobs of the same prompt, computed in one piece and behind injected chunks."""
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 

@@ -170,7 +170,7 @@ class KeyIndex:
 
     def _ints(self, hashes: bytes) -> Sequence[int]:
         if self._width == 8:
-            return struct.unpack(f">{len(hashes) // 8}Q", hashes)
+            return struct.unpack_from(f">{len(hashes) // 8}Q", hashes)
         width = self._width
         return [int.from_bytes(hashes[at : at + width], "big") for at in range(0, len(hashes), width)]
 

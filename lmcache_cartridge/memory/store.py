@@ -38,7 +38,6 @@ _POLL_S = 0.1
 """How often claims in the background are polled."""
 _RECENT = 1 << 13
 """Chunks of a tier that are looked at for what is whole: less than a millisecond, for which hits wait."""
-_CLOSE_S = 2.0
 _MAX_READS = 32
 """Artefacts that are read at once for those who claim them."""
 
@@ -93,7 +92,7 @@ class CartridgeStore:
         self.cpu = MemoryTier(
             self.shape.size_bytes, settings.cpu_bytes, source, pin_memory=engine.pin_memory,
             lease_s=settings.lease_s, clock=clock, threads=settings.load_threads, slow_threads=settings.s3_connections,
-            is_slow=self._catalog.is_remote,
+            is_slow=self._catalog.is_remote
         )  # fmt: skip
         self._catalog.refresh()
         self.trust = trust(settings, self._catalog, self._registry)
@@ -386,9 +385,9 @@ class CartridgeStore:
         return {name: tier.stats()._asdict() for name, tier in tiers.items() if tier is not None}
 
     def close(self) -> None:
-        """Stop loading. Loans stay valid. Waits for what is under way, but not for what hangs: `_CLOSE_S` at most."""
+        """Stop loading. Loans stay valid. Waits for what is under way, but not for what hangs: two seconds at most."""
         self._stopping.set()
-        self._keeper.join(_CLOSE_S)
+        self._keeper.join(2.0)
 
     def _claims(self) -> list[Claim]:
         with self._lock:
@@ -415,3 +414,4 @@ class CartridgeStore:
         for each in (self._follower, self._catalog, *self._memory.values(), self._loader, self._sources):
             if each:
                 go_on(each.close)
+        self._reads.close(0.5)

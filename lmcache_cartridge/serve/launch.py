@@ -177,11 +177,10 @@ def lead(planned: Callable[..., Launch], *, stages: int) -> tuple[Launch, str]:
     It is the other than the one that leads here where only that can have what is asked for. Raises `UnsupportedEngine`
     where neither can, with the first one's reason. `stages` of a pipeline may have different sizes in-process only.
     """
-    modes, why = (
-        ("in-process", "multiprocess"),
-        "vLLM has no GPU here, or pipeline stages, which may differ in size there",
-    )
-    if not on_cpu() and stages == 1:
+    modes, why = ("in-process", "multiprocess"), "vLLM has no GPU here"
+    if stages > 1:
+        why = "pipeline stages may differ in size there"
+    elif not on_cpu():
         import torch
 
         if torch.cuda.is_available():
@@ -196,7 +195,7 @@ def lead(planned: Callable[..., Launch], *, stages: int) -> tuple[Launch, str]:
 
 def lmcache_command(
     settings: Settings, chunk_tokens: int, *, l1_bytes: int, port: int, saves: bool,
-    more_places: bool = False,
+    more_places: bool = False
 ) -> list[str]:  # fmt: skip
     """Return the command of LMCache's server with our adapter, and those of `$L2_ADAPTERS` if there are `more_places`.
 

@@ -170,7 +170,7 @@ def test_the_keeper_complains_now_and_then_and_goes_on(home: Home, caplog: pytes
         before = noted()
         until(lambda: noted() > before + 8)
     assert 3 <= len(caplog.records) <= 5  # of nine and more
-    assert caplog.records[0].getMessage() == f"cartridge-keeper goes on: registry {home.registry.path} is gone"
+    assert caplog.records[0].getMessage() == f"cartridge-read goes on: registry {home.registry.path} is gone"
     away.rename(home.registry.path)
     home.make("later", seed=2)
     until(lambda: store.names() == ["doc@1", "later@1"])

@@ -473,11 +473,11 @@ def _run(capsys: pytest.CaptureFixture, *argv: Any) -> tuple[int, str, str]:
 def test_the_command_imports_and_registers(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     home, path = tmp_path / "home", foreign.peft_adapter(foreign.random_kv(256), tmp_path / "a")
     base = ("import", path, "--model", MODEL_DIR, "--id", "it", "--home", home)
-    for version in (1, 2):
+    for _ in range(2):  # what is there already is no new version
         status, out, err = _run(capsys, *base, "--format", "json")
         assert (status, err) == (0, "")
         result = json.loads(out)
-        assert (result["name"], result["kind"], result["positions"]) == (f"it@{version}", "trained", 256)
+        assert (result["name"], result["kind"], result["positions"]) == ("it@1", "trained", 256)
         assert result["source_format"] == "PEFT CARTRIDGE adapter"
         assert (result["dtype"], result["warnings"]) == ("float32 to bfloat16, exact", [])
     assert _run(capsys, "verify", "it", "--home", home)[1] == "it@2: sound\n"

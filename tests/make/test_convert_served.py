@@ -12,6 +12,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from processor import noise
 from recall.ward import Fact, ask, encode
 from safetensors import safe_open
 from serving import SERVER_ARGS
@@ -32,7 +33,7 @@ from lmcache_cartridge.settings import Settings, from_mapping
 
 CHUNK = 64
 P, KEPT = 512, 256
-NOISE = 0.2
+NOISE = noise(0.2)
 """Largest logprob difference taken for rounding; measured: 0.063 whatever the format, 10 and more for damaged KV."""
 QUESTIONS = 12
 

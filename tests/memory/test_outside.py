@@ -78,7 +78,7 @@ class Fault:
     """What a place does while it `is_on`, and how often it was met."""
 
     def __init__(self, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.is_on, self.met, self._over = False, 0, threading.Event()
+        self.is_on, self.met, self._over, self._outlasted = False, 0, threading.Event(), False
         self.place, self._tester = place, threading.current_thread()
         call = getattr(place.owner, place.call)
 
@@ -95,7 +95,7 @@ class Fault:
 
     def happen(self) -> None:
         """Hang until the fault is over."""
-        self._over.wait(120)
+        self._outlasted |= not self._over.wait(50)
 
     @contextmanager
     def on(self) -> Iterator[None]:
@@ -106,6 +106,7 @@ class Fault:
         finally:
             self.is_on = False
             self._over.set()
+        assert not self._outlasted, "the test waited for what hangs"
 
 
 class Bug(Fault):

@@ -18,6 +18,7 @@ from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.cli.recall import MODEL_DIR
 from lmcache_cartridge.engine.contract import PUBLISHED
 from lmcache_cartridge.errors import SettingsError, UnsupportedEngine
+from lmcache_cartridge.make.checkpoint import outline
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.make.trial import own
 from lmcache_cartridge.serve.launch import CPU_KV_BYTES, Launch, free_port, plan
@@ -331,7 +332,7 @@ def test_who_makes_cartridges_computes_on_the_gpu_where_there_is_one(
         raise Moved(str(device))
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
-    monkeypatch.setattr(CausalModel, "_load", lambda *_: None)
+    monkeypatch.setattr(CausalModel, "_load", lambda _, directory, dtype, __: outline(directory, dtype))
     monkeypatch.setattr(torch.nn.Module, "to", to)
     with pytest.raises(Moved, match=f"^{taken}$"):
         CausalModel(str(MODEL_DIR), device=given)

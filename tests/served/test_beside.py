@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from families import FAMILIES, make_model, write
+from processor import noise
 from serving import (
     Client,
     assert_injected_to_its_end,
@@ -30,7 +31,7 @@ from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.serve.processes import SMALL
 from lmcache_cartridge.settings import Settings, from_mapping
 
-NOISE = 0.25
+NOISE = noise(0.25)
 """As in test_end_to_end."""
 STAGES = "--no-enforce-eager", "--pipeline-parallel-size", "2"
 PARALLEL = SMALL | {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from processor import noise
 from serving import SERVER_ARGS, Client, difference, question_ids, register_kv, stored_kv
 
 from lmcache_cartridge.artifact import reading
@@ -29,7 +30,7 @@ CHUNK = 64
 BLOCKS = {"written": 128, "copied": 32}
 """vLLM's block sizes: its own default on CPU, of which a chunk is half, so that the engine's op has to write it; and one of
 which a chunk is two, so that they are copied."""
-NOISE = 0.25
+NOISE = noise(0.25)
 """Largest logprob difference taken for rounding: two bfloat16 steps of a logit between 16 and 32. Measured against full
 prefill: 0.17 for KV made by transformers, 10 and more for damaged KV."""
 # Wards with one, two and many whole chunks of 64, each with a tail; the last is stored in chunks of 256.

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from adapters import write_adapter
+from processor import noise
 from serving import (
     Client,
     Reply,
@@ -30,7 +31,7 @@ from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.serve.processes import SMALL
 from lmcache_cartridge.settings import Settings, from_mapping
 
-NOISE = 0.25
+NOISE = noise(0.25)
 """As in test_end_to_end."""
 
 

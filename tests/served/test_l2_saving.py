@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
+from processor import noise
 from recall.ward import ask, encode
 from serving import SERVER_ARGS, Reply, ask_lmcache, difference
 from waiting import until
@@ -31,7 +32,7 @@ from lmcache_cartridge.settings import Settings, from_mapping
 
 CHUNK = 256
 SECRET = "no-one-may-see-this-9f3c"
-NOISE = 0.25
+NOISE = noise(0.25)
 """As in test_end_to_end."""
 KINDS = {"doc": "prefill", "other": "prefill", "trained": "trained"}
 _salts = (f"tenant-{number}" for number in count())

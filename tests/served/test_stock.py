@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import pytest
 import yaml
+from processor import noise
 from serving import SERVER_ARGS, Client, difference, question_ids, stale_installation
 from waiting import until
 
@@ -28,7 +29,7 @@ from lmcache_cartridge.settings import from_mapping
 
 YAML = Path(__file__).parents[2] / "configs" / "lmcache-stock-connector.yaml"
 TRANSFER = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_consumer"}
-NOISE = 0.25
+NOISE = noise(0.25)
 """As in test_end_to_end."""
 
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import foreign
 import pytest
 import torch
+from processor import noise
 from recall.ward import VOCABULARY, Fact, ask, encode
 from serving import Client, serving
 from wards import MODEL, Ward, patients, prefill, sure, write_ward
@@ -19,7 +20,7 @@ from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.settings import from_mapping
 
 CHUNK = 256
-NOISE = 0.2
+NOISE = noise(0.2)
 """As in test_convert_served: what rounding makes of logprobs."""
 SHORT = 13
 """Positions of CartridgeConnector's own recipe."""
