@@ -38,6 +38,8 @@ with quietly():
     cache_engine = host.module("lmcache.v1.cache_engine")
     LMCacheEngine = cache_engine.LMCacheEngine
     GPUConnectorInterface = host.module("lmcache.v1.gpu_connector.gpu_connectors").GPUConnectorInterface
+    VllmServiceFactory = host.module("lmcache.integration.vllm.vllm_service_factory").VllmServiceFactory
+    PinMonitor = host.module("lmcache.v1.pin_monitor").PinMonitor
 
 CHUNK = 64
 """Tokens in a chunk: two blocks of `blocks.BLOCK`."""
@@ -68,8 +70,7 @@ def lmcache_config(settings: Settings, chunk_tokens: int = CHUNK, **options: Any
 
 def lmcache_metadata(config: LMCacheEngineConfig, vllm_config: VllmConfig, role: str = "worker") -> LMCacheMetadata:
     """Return what LMCache makes of vLLM's configuration."""
-    factory = host.module("lmcache.integration.vllm.vllm_service_factory").VllmServiceFactory
-    return factory(config, vllm_config, role).get_or_create_metadata()
+    return VllmServiceFactory(config, vllm_config, role).get_or_create_metadata()
 
 
 @contextmanager
@@ -96,7 +97,7 @@ def lmcache_engine(
     finally:
         cache_engine.LMCacheEngineBuilder.destroy(ENGINE_NAME)
         engine.storage_manager.loop.close()
-        host.module("lmcache.v1.pin_monitor").PinMonitor.DestroyInstance()
+        PinMonitor.DestroyInstance()
         CartridgeBackend.refusal = None
         assert not backend._stores, "a store was left open"
         assert leaves_threads or set(threading.enumerate()) <= threads

@@ -480,7 +480,7 @@ def test_the_command_imports_and_registers(tmp_path: Path, capsys: pytest.Captur
         assert (result["name"], result["kind"], result["positions"]) == ("it@1", "trained", 256)
         assert result["source_format"] == "PEFT CARTRIDGE adapter"
         assert (result["dtype"], result["warnings"]) == ("float32 to bfloat16, exact", [])
-    assert _run(capsys, "verify", "it", "--home", home)[1] == "it@2: sound\n"
+    assert _run(capsys, "verify", "it", "--home", home)[1] == "it@1: sound\n"
     status, out, err = _run(capsys, *base)
     assert status == 0
     assert "PEFT CARTRIDGE adapter" in out
