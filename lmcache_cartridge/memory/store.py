@@ -86,7 +86,7 @@ class CartridgeStore:
         self._disk = DiskCache(settings.cache_dir, settings.disk_bytes) if settings.disk_bytes else None
         self._loader = ChunkLoader(
             self._sources, self.shape._replace(dtype=shape.dtype), heads, engine.layout, self._disk,
-            keep_local=settings.disk_local, layers=layers, quantiser=engine.quantiser,
+            keep_local=settings.disk_local, layers=layers, quantiser=engine.quantiser
         )  # fmt: skip
         source = CatalogSource(self._loader, self._catalog)
         self.cpu = MemoryTier(
@@ -103,7 +103,7 @@ class CartridgeStore:
         if budget_bytes >= self.shape.size_bytes:
             self.device = MemoryTier(
                 self.shape.size_bytes, budget_bytes, Promotions(self.cpu), device=engine.device,
-                lease_s=settings.lease_s, clock=clock, threads=1,
+                lease_s=settings.lease_s, clock=clock, threads=1
             )  # fmt: skip
             self._memory = {"device": self.device, "cpu": self.cpu}
         self._reads = Workers("cartridge-read", _MAX_READS, one_a_group=True)

@@ -67,7 +67,7 @@ class MemoryTier:
 
     def __init__(
         self, slot_bytes: int, budget_bytes: int, source: ChunkSource, *, device: str = "cpu", pin_memory: bool = False,
-        lease_s: float = 300.0, clock: Callable[[], float] = time.monotonic, **loading: Any,
+        lease_s: float = 300.0, clock: Callable[[], float] = time.monotonic, **loading: Any
     ) -> None:  # fmt: skip
         """Have memory for `budget_bytes // slot_bytes` chunks on `device`, page-locked with `pin_memory`.
 
@@ -185,7 +185,7 @@ class MemoryTier:
             held = resident - self._idle + sum(entry.holds > 0 for entry in loading)
             return TierStats(
                 self._hits, self._misses, self._promoted, self._failed, self._evicted, resident, len(loading), held,
-                len(self._leases), self._lent, resident * self.slot_bytes, self.budget_bytes, *self._threads.durations(),
+                len(self._leases), self._lent, resident * self.slot_bytes, self.budget_bytes, *self._threads.durations()
             )  # fmt: skip
 
     def close(self) -> None:
