@@ -31,7 +31,6 @@ class Pair(NamedTuple):
 MATRIX = (
     Pair("0.31.0", "0.5.6", "run"),
     Pair("0.32.0", "0.5.6", "proven"),
-    Pair("0.32.0", "0.5.7rc2", "run"),
 )
 """What was run. A pair that is not here is not known."""
 
