@@ -116,12 +116,11 @@ class ProcessQuarantine:
 
     def follow(self) -> None:
         """Take in what others put into the directory, or lifted from it."""
-        before = self._notes.copy()
-        written = self._quarantine.notes()
+        before, written = set(self._notes), self._quarantine.notes()
         with self._lock:
-            meanwhile = {name: note for name, note in self._notes.items() if name not in before}
-            self._notes = written | meanwhile | self._unwritten
-            for name in before.keys() - self._notes.keys():
+            self._notes |= written
+            for name in before - written.keys() - self._unwritten.keys():
+                self._notes.pop(name, None)
                 logger.info("the quarantine of %s was lifted", name)
             self.publish()
 

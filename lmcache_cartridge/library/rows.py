@@ -79,7 +79,7 @@ class RowReader:
     ) -> None:
         """Touches no file."""
         self._index, self._copies = index, copies
-        self._allow_trained = allow_trained
+        self._allow_trained, self._complained = allow_trained, False
         self._check = lambda manifest: manifest.fingerprint.check_fits(fingerprint, accept_weights=accept_weights)
         probe = (list(map(hex, index.probe)), index.chunk_tokens)
         facts = (_FORMAT, probe, fingerprint, allow_trained, accept_weights, str(registry.absolute()))
@@ -138,7 +138,9 @@ class RowReader:
             self._file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             files.replace(self._file, [msgspec.msgpack.encode(rows)], 0o600)
         except OSError as error:
-            logger.warning("%s cannot be written (%s); the next start reads artefacts instead", self._file, error)
+            if not self._complained:
+                logger.warning("%s cannot be written (%s); the next start reads artefacts instead", self._file, error)
+            self._complained = True
         for path in self._file.parent.glob("*.*"):
             with suppress(OSError):
                 if time.time() - path.stat().st_mtime > _UNUSED_S:

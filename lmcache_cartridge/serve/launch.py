@@ -174,8 +174,8 @@ def plan(
 def lead(planned: Callable[..., Launch], *, stages: int) -> tuple[Launch, str]:
     """Return what to start for a command line that names no mode, and why in that one, beginning with its name.
 
-    It is the other than the one that leads here where only that can have what is asked for. Raises `UnsupportedEngine`
-    where neither can, with the first one's reason. `stages` of a pipeline may have different sizes in-process only.
+    That is the mode that leads on this machine, or the other one if the first would be refused. Raises `UnsupportedEngine`
+    with the first one's reason if both would be. `stages` of a pipeline may have different sizes in-process only.
     """
     modes, why = ("in-process", "multiprocess"), "vLLM has no GPU here"
     if stages > 1:
