@@ -118,7 +118,7 @@ class Entries:
         self._lock, self._refreshing = threading.RLock(), threading.Lock()
         self._reader = RowReader(
             self.index, copies, fingerprint, directory=cache_dir, registry=registry.path, allow_trained=allow_trained,
-            accept_weights=accept_weights,
+            accept_weights=accept_weights
         )  # fmt: skip
 
     # What changes.

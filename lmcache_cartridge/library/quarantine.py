@@ -103,10 +103,11 @@ class ProcessQuarantine:
                 return False
             name = name_of(digest, location)
             self._notes[name] = self._unwritten[name] = Note(reason, location)
-            self.publish()
-        if self._quarantine.put(digest, reason, location):  # without the lock: that disk may hang
-            with self._lock:
+        is_written = self._quarantine.put(digest, reason, location)  # without the lock: that disk may hang
+        with self._lock:
+            if is_written:
                 self._unwritten.pop(name, None)
+            self.publish()
         return True
 
     def holds(self, digest: str, location: str) -> bool:

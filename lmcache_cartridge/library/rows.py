@@ -81,8 +81,8 @@ class RowReader:
         self._index, self._copies = index, copies
         self._allow_trained, self._complained = allow_trained, False
         self._check = lambda manifest: manifest.fingerprint.check_fits(fingerprint, accept_weights=accept_weights)
-        probe = (list(map(hex, index.probe)), index.chunk_tokens)
-        facts = (_FORMAT, probe, fingerprint, allow_trained, accept_weights, str(registry.absolute()))
+        hashes = list(map(hex, index.probe)), index.chunk_tokens
+        facts = (_FORMAT, hashes, fingerprint, allow_trained, accept_weights, str(registry.absolute()))
         self._file = directory / f"{blake3(msgspec.json.encode(facts)).hexdigest(16)}.rows"
 
     def find(self, digest: str, location: str) -> tuple[Row, Cartridge]:
