@@ -302,12 +302,6 @@ class TrustTests:
             assert served.right("p") == FACTS
         assert (served.right(salt="team"), served.plain(), served.right("p")) == (FACTS, ALL, FACTS)
 
-    def test_nor_does_it_after_a_restart(self, served: Served) -> None:
-        served.start()
-        assert served.plain() == ALL, "this engine was tried with nothing yet"
-        assert served.right("p") == FACTS
-        assert served.plain() == ALL
-
 
 class TestInProcess(TrustTests):
     mode = "in-process"
@@ -329,3 +323,10 @@ class TestMultiprocess(TrustTests):
         served = Served(library, cls.mode)
         with served.stack:
             yield served
+
+    def test_nothing_that_was_injected_outlives_a_restart(self, served: Served) -> None:
+        """In this mode alone, in which LMCache's server starts again too."""
+        served.start()
+        assert served.plain() == ALL, "this engine was tried with nothing yet"
+        assert served.right("p") == FACTS
+        assert served.plain() == ALL

@@ -44,12 +44,10 @@ def _ask(
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "smollm3", "exaone4", "cohere2", "llama4", "gptj", "falcon multi-query", "qwen2-moe", "gemma3", "gpt-oss",
-        "phi3 long",
-    ],
-)  # fmt: skip
+    ["smollm3", "gptj", "falcon multi-query", "gemma3", "gpt-oss", "phi3 long"],
+)
 def test_a_chain_is_answered_as_transformers_answers_after_the_same_kv(tmp_path: Path, name: str) -> None:
+    """One model of each kind of layer, cache and rotation; `engine/test_families` has the others against transformers."""
     model = CausalModel(str(make_model(tmp_path / "model", FAMILIES[name]())), max_model_len=MAX_MODEL_LEN)
     settings = Settings(home=tmp_path / "home")
     cartridges = {}
@@ -98,7 +96,7 @@ def _apart(reply: Reply, logits: torch.Tensor) -> float:
     return max(abs(found - float(expected[int(token[9:])])) for token, found in reply.logprobs[0].items())
 
 
-@pytest.mark.parametrize(("name", "block"), [("gemma3", 32), ("deepseek-v2", 16), ("deepseek-v3", 16)])
+@pytest.mark.parametrize(("name", "block"), [("gemma3", 32), ("deepseek-v3", 16)])
 def test_layers_of_two_kinds_and_latent_vectors_are_served_in_multiprocess_mode(
     tmp_path: Path, name: str, block: int
 ) -> None:

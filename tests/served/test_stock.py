@@ -78,7 +78,6 @@ ANSWER = {
     ),
 }
 REFUSE = {
-    "a setting misspelt": (Way(YAML.read_text().replace("cpu_bytes", "cpu_byte")), "cpu_byte: no such setting"),
     "no connector": (Way(transfers=False), "the workers have no cartridges"),
     "a nested YAML": (
         Way(yaml.safe_dump({**REST, "extra_config": {"storage_plugin": {"cartridge": {
