@@ -34,7 +34,7 @@ from ..memory.store import CartridgeStore
 from ..settings import Settings, from_extra_config
 from . import contract, host, host_inprocess
 from .describe import describe
-from .trust import Trust
+from .trust import opened
 
 logger = logging.getLogger(__name__)
 init_logger(__package__.partition(".")[0])  # our records, the core's too, go where LMCache's go
@@ -91,13 +91,7 @@ class CartridgeBackend(StoragePluginInterface):
                 "LMCache has no vLLM engine in this process; the plugin runs in vLLM's workers only"
             )
         engine = describe(self.config, self.metadata, lmcache_engine)
-        store = open_store(settings, engine)
-        logger.info(
-            "serving %d cartridges (%s) from %s: cpu tier %.2f GiB, chunk %d tokens of %d bytes, rank %d of %d, %s",
-            len(store.names()), ", ".join(store.names()[:8]), settings.home, settings.cpu_bytes / (1 << 30),
-            engine.chunk_tokens, store.shape.size_bytes, engine.rank, engine.world, engine.layout,
-        )  # fmt: skip
-        return store
+        return open_store(settings, engine)
 
     # Lookup: LMCache's lookup thread and worker thread.
 
@@ -253,7 +247,7 @@ def open_store(settings: Settings, engine: Engine) -> CartridgeStore:
     identity = settings.model_dump_json(), tuple(facts.values())
     with _stores_lock:
         if identity not in _stores:
-            _stores[identity] = CartridgeStore(settings, engine, Trust)
+            _stores[identity] = opened(settings, engine)
         return _stores[identity]
 
 

@@ -133,7 +133,7 @@ class CartridgeConnector(TellsTiers, InjectsWhole, LMCacheConnectorV1):
         LMCache 0.5.6 loads nothing, and reports nothing, for a context without attention metadata, of which it reads no
         more. vLLM replays a step as one CUDA graph outside of any, and hands the metadata over as a keyword alone.
         """
-        self._lmcache.settle(self._lmcache.steps_requests())
+        self._lmcache.settle(self.metadata.requests)
         if forward_context.attn_metadata is None:
             forward_context = replace(forward_context, attn_metadata=kwargs.get("attn_metadata") or {})
         super().start_load_kv(forward_context, **kwargs)
@@ -142,7 +142,7 @@ class CartridgeConnector(TellsTiers, InjectsWhole, LMCacheConnectorV1):
 
     def wait_for_save(self) -> None:
         """Have LMCache save what this step computed, less what rests on KV that could not be loaded."""
-        self._lost.withhold(self._lmcache.steps_requests(), self._failed)
+        self._lost.withhold(self.metadata.requests, self._failed)
         super().wait_for_save()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:

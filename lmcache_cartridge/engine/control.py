@@ -13,7 +13,6 @@ import logging
 import resource
 import shutil
 import tempfile
-import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
@@ -145,7 +144,6 @@ class _Service:
 
 
 _server: ControlServer | None = None
-_server_lock = threading.Lock()
 
 
 def offer(adapter_path: str | None = None) -> None:
@@ -160,10 +158,9 @@ def own_path() -> str:
     """Return the path of the control socket of this process. Raises `UnsupportedEngine` if the plugin is not there."""
     global _server
     _only_store()
-    with _server_lock:
-        if _server is None:
-            _server = ControlServer(_only_store)
-        return _server.path
+    if _server is None:
+        _server = ControlServer(_only_store)
+    return _server.path
 
 
 def _only_store() -> CartridgeStore:

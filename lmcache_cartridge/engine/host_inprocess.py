@@ -65,10 +65,6 @@ class InProcess:
         """LMCache's chunk size."""
         return attribute(self._adapter, "_lmcache_chunk_size")
 
-    def steps_requests(self) -> list[Any]:
-        """Return what LMCache is to load and to save in this step, one entry a request."""
-        return self._connector._get_connector_metadata().requests
-
     def failed_blocks(self) -> set[int]:
         """Return the blocks that LMCache could not load in this step."""
         return set(attribute(self._adapter, "_invalid_block_ids"))

@@ -15,18 +15,13 @@ from . import host
 def check_latents(kv_caches: Mapping[str, torch.Tensor], layers: Mapping[str, Any], shape: Fingerprint) -> None:
     """Raise `UnsupportedEngine` unless every layer is seen to write a row for each token: latent vector, then rotary key."""
     for name, cache in kv_caches.items():
-        _check_rows(name, _rows(name, cache, shape), layers.get(name))
-
-
-def _rows(name: str, cache: torch.Tensor, shape: Fingerprint) -> torch.Tensor:
-    """Return a cache as `[blocks, block, size]`; no copy."""
-    rows = cache[:, 0] if cache.dim() == 4 and cache.shape[1] == 1 else cache
-    if rows.dim() != 3 or rows.shape[2] != shape.head_size or str(rows.dtype).removeprefix("torch.") != shape.dtype:
-        raise UnsupportedEngine(
-            f"the KV cache of layer {name} is {cache.dtype} {list(cache.shape)}, not {shape.dtype} rows of {shape.head_size}; "
-            "remove --kv-cache-dtype"
-        )
-    return rows
+        rows = cache[:, 0] if cache.dim() == 4 and cache.shape[1] == 1 else cache
+        if rows.dim() != 3 or rows.shape[2] != shape.head_size or str(rows.dtype).removeprefix("torch.") != shape.dtype:
+            raise UnsupportedEngine(
+                f"the KV cache of layer {name} is {cache.dtype} {list(cache.shape)}, not {shape.dtype} rows of "
+                f"{shape.head_size}; remove --kv-cache-dtype"
+            )
+        _check_rows(name, rows, layers.get(name))
 
 
 def _check_rows(name: str, cache: torch.Tensor, layer: Any) -> None:

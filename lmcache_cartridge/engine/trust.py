@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter
 from collections.abc import Iterable
@@ -9,8 +10,11 @@ from collections.abc import Iterable
 from ..library.catalog import Catalog
 from ..library.registry import Registry
 from ..memory.described import Engine
+from ..memory.store import CartridgeStore
 from ..settings import Settings
 from .withdrawals import Withdrawals
+
+logger = logging.getLogger(__name__)
 
 
 class Trust:
@@ -92,3 +96,14 @@ class Trust:
             return failed or digest in self._catalog.quarantined or not self._catalog.names_of(digest)
 
         self._withdrawals.withdraw(filter(is_gone, self._withdrawals.noted.copy()))
+
+
+def opened(settings: Settings, engine: Engine) -> CartridgeStore:
+    """Return a store for an engine, whose cartridges answer prompts by this rule."""
+    store = CartridgeStore(settings, engine, Trust)
+    logger.info(
+        "serving %d cartridges (%s) from %s: cpu tier %.2f GiB, chunk %d tokens of %d bytes, rank %d of %d, %s",
+        len(store.names()), ", ".join(store.names()[:8]), settings.home, settings.cpu_bytes / (1 << 30),
+        engine.chunk_tokens, store.shape.size_bytes, engine.rank, engine.world, engine.layout,
+    )  # fmt: skip
+    return store
