@@ -22,7 +22,7 @@ class CartridgeL2Adapter(l2.CartridgeL2Adapter):
     def _chunks(self, key: Any) -> set[int]:
         """Return which chunk of a cartridge a key stands for."""
         rank, tag = self._find(key)
-        index = rank.store._catalog.index
+        index = rank._catalog.index
         return {chunk.chunk for chunk in index.candidates(l2._hash(key), tag)}
 
 

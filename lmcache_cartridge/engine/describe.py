@@ -108,6 +108,7 @@ def check_vllm(config: VllmConfig, kv_cache_config: KVCacheConfig | None = None)
         is_latent=config.model_config.use_mla,
         skips_layers=config.cache_config.kv_cache_dtype_skip_layers,
         groups=len(groups),
+        maps_caches=not is_inside and host.maps_caches(config),
         gives_up_blocks=any(
             isinstance(spec := group.kv_cache_spec, SlidingWindowSpec)
             and spec.sliding_window < config.model_config.max_model_len

@@ -222,10 +222,13 @@ def unlock_hits(adapter: Any, tracker: Any) -> None:
 
 
 def maps_caches(config: VllmConfig) -> bool:
-    """Whether LMCache's server is to move blocks itself: on CPU it puts other memory behind the caches that it is shown."""
+    """Whether LMCache's server is to move blocks itself, as it does on GPUs unless it is told otherwise. On CPU it puts other
+    memory behind the caches that it is shown.
+    """
     extra = attribute(config.kv_transfer_config, "kv_connector_extra_config")
     mode = extra.get("lmcache.mp.mp_transfer_mode") or os.environ.get("LMCACHE_MP_TRANSFER_MODE", "")
-    return str(getattr(mode, "value", mode)).lower() == "lmcache_driven"
+    mode = str(getattr(mode, "value", mode)).lower()
+    return mode == "lmcache_driven" or (mode in ("", "auto") and config.device_config.device_type == "cuda")
 
 
 def let_go_of_hits(tracker: Any) -> None:

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from lmcache.lmcache_native import Bitmap
@@ -45,7 +45,7 @@ from .l1_copies import L1Copies
 from .l2_tasks import Task, Tasks
 from .report import HASH, Report, ReportServer, check_ids
 from .salts import is_check, tag_part, tag_salt
-from .trust import Trust
+from .trust import opened
 from .versions import check_versions
 
 logger = logging.getLogger(__name__)
@@ -95,8 +95,10 @@ class CartridgeL2Adapter(L2AdapterInterface):
         self._present: Counter[tuple[str, int]] = Counter()
         """How many processes there are that have reported as a rank."""
         self._tags: Lru[str, str] = Lru(_MAX_TAGS)
-        self._checks: Lru[str, int] = Lru(1 << 10)
-        """By which hash LMCache's server was seen to name the chunk of each check whose report has not come."""
+        self._checks: Lru[str, tuple[int, MemoryLayoutDesc | None]] = Lru(1 << 10)
+        """By which hash LMCache's server was seen to name the chunk of each check whose report has not come, and of what it
+        makes its objects.
+        """
         self._lock = threading.Lock()
         self._stored: dict[int, L2StoreResult] = {}
         self._store_ids, self._store_event = count(1), create_event_notifier()
@@ -117,7 +119,7 @@ class CartridgeL2Adapter(L2AdapterInterface):
                 "this adapter was not asked for the chunk that vLLM looked up: vLLM talks to another LMCache server. "
                 f"lmcache.mp.port and {CONTROL} must be those of one"
             )
-        if [seen] != _hasher(report.chunk_tokens)(check_ids(report.chunk_tokens)):
+        if [seen[0]] != _hasher(report.chunk_tokens)(check_ids(report.chunk_tokens)):
             raise UnsupportedEngine(
                 f"LMCache's server names chunks by another algorithm than {HASH}, by which cartridges are found: every lookup "
                 "would miss. Start LMCache's server without --hash-algorithm"
@@ -132,8 +134,13 @@ class CartridgeL2Adapter(L2AdapterInterface):
                     f"an engine of the same name was here before and writes KV as {rank.report.layout} in chunks of "
                     f"{rank.report.chunk_tokens}, not {report.layout} and {report.chunk_tokens}; restart LMCache's server"
                 )
+            if not rank.takes(seen[1]):
+                raise UnsupportedEngine(
+                    f"LMCache's server keeps chunks as {seen[1]}, not all of what this engine has: its --chunk-size must be at "
+                    "most the model's sliding window, and --separate-object-groups off"
+                )
             if not self._present[report.key]:  # of an earlier process nothing is known that is true of this one
-                rank.store.trust.begin_trials()
+                rank.trust.begin_trials()
                 rank.copies.drop(lambda key: tag_part(key.cache_salt) is None)
             self._present[report.key] += 1
             return rank.control.path
@@ -175,19 +182,12 @@ class CartridgeL2Adapter(L2AdapterInterface):
             hasher=_hasher(report.chunk_tokens),
             pin_memory=False,
             allow_trained=report.allow_trained,
-            layers=None if report.layers is None else range(report.first_layer, report.first_layer + report.layers),
+            layers=report.layers and range(*report.layers),
             worker=report.rank,
             quantiser=report.quantiser,
         )
-        store = CartridgeStore(self._settings, engine, Trust)
-        copies = L1Copies(self._http)
-        named = ClaimingStore(store, self._tags, self._l1_bytes and self._l1_bytes // report.world, copies, report)
-        logger.info(
-            "serving %d cartridges (%s) to rank %d of %d of %s: cpu tier %.2f GiB, chunk %d tokens of %d bytes, %s",
-            len(store.names()), ", ".join(store.names()[:8]), report.rank, report.world, report.model_name,
-            self._settings.cpu_bytes / (1 << 30), report.chunk_tokens, store.shape.size_bytes, report.layout,
-        )  # fmt: skip
-        return EngineRank(report, store, ControlServer(lambda: named), *_objects(report, store), copies)
+        store = opened(self._settings, engine)
+        return EngineRank(report, store, self._tags, self._l1_bytes and self._l1_bytes // report.world, self._http)
 
     # Lookup: LMCache's prefetch thread.
 
@@ -200,7 +200,7 @@ class CartridgeL2Adapter(L2AdapterInterface):
     ) -> int:
         """Look leading chunks up and lease them, each rank's by themselves; return the task at once."""
         if keys and is_check(keys[0].cache_salt):  # here: other lookups may have all threads
-            self._checks.put(keys[0].cache_salt, _hash(keys[0]))
+            self._checks.put(keys[0].cache_salt, (_hash(keys[0]), group_layout_descs.get(0)))
             return self._lookups.submit(len(keys), lambda _: None)
         return self._lookups.submit(len(keys), lambda task: self._lookup(task, keys, group_layout_descs))
 
@@ -214,7 +214,7 @@ class CartridgeL2Adapter(L2AdapterInterface):
             rank, tag = self._find(first)
             if rank is None or first.object_group_id or not rank.takes(descs.get(first.object_group_id)):
                 continue
-            found = rank.store.lookup([_hash(keys[i]) for i in row], tag)
+            found = rank.lookup([_hash(keys[i]) for i in row], tag)
             if not task.add(row[:found]):
                 self.submit_unlock([keys[i] for i in row[:found]])
 
@@ -224,7 +224,7 @@ class CartridgeL2Adapter(L2AdapterInterface):
             try:
                 rank, tag = self._find(key)
                 if rank is not None:
-                    rank.store.release(_hash(key), tag)
+                    rank.release(_hash(key), tag)
             except Exception:
                 logger.exception("a chunk was not released; its lease runs out")
 
@@ -245,10 +245,10 @@ class CartridgeL2Adapter(L2AdapterInterface):
     def _load(self, task: Task, keys: Sequence[ObjectKey], objects: Sequence[MemoryObj]) -> None:
         for i, (key, target) in enumerate(zip(keys, objects, strict=True)):
             rank, tag = self._find(key)
-            if rank is None or (loan := rank.store.lend(_hash(key), tag)) is None:
+            if rank is None or (loan := rank.lend(_hash(key), tag)) is None:
                 continue
             with loan:
-                if not task.add([i], lambda: _fill(target, loan.bytes)):  # noqa: B023 - called before the next turn
+                if not task.add([i], lambda: _fill(target, loan.bytes, rank.report.groups)):  # noqa: B023 - called before the next turn
                     return
                 rank.copies.note(key)
 
@@ -289,7 +289,7 @@ class CartridgeL2Adapter(L2AdapterInterface):
         return {
             "is_healthy": True,
             "home": str(self._settings.home),
-            "engines": [{"model": s.report.model_name, "layout": s.report.layout} | s.store.status() for s in ranks],
+            "engines": [{"model": s.report.model_name, "layout": s.report.layout} | s.status() for s in ranks],
         }
 
     def close(self) -> None:
@@ -304,45 +304,35 @@ class CartridgeL2Adapter(L2AdapterInterface):
         self._store_event.close()
 
 
-class EngineRank(NamedTuple):
-    """One confirmed rank of an engine."""
-
-    report: Report
-    store: CartridgeStore
-    control: ControlServer
-    dtype: torch.dtype
-    """Of LMCache's objects of a chunk."""
-    objects: tuple[tuple[int, ...], ...]
-    """Their shapes, by how LMCache moves them."""
-    copies: L1Copies
-
-    def close(self) -> None:
-        """Serve this rank no more. Blocks for what is being loaded."""
-        self.control.close()
-        self.store.close()
-
-    def takes(self, desc: MemoryLayoutDesc | None) -> bool:
-        """Whether LMCache's objects have room for exactly our chunks."""
-        if desc is None or len(desc.shapes) != 1:
-            return False
-        return desc.dtypes[0] == self.dtype and tuple(desc.shapes[0]) in self.objects
-
-
-class ClaimingStore:
-    """A store that tells which tags are claimed: from then on their keys are known."""
+class EngineRank:
+    """What one confirmed rank of an engine is served: a store that tells which tags are claimed, and knows their keys from
+    then on.
+    """
 
     def __init__(
-        self, store: CartridgeStore, tags: Lru[str, str], l1_bytes: int | None, copies: L1Copies, report: Report
+        self, report: Report, store: CartridgeStore, tags: Lru[str, str], l1_bytes: int | None, http: str | None
     ) -> None:
         """`tags` are those that were claimed, by salt; `l1_bytes` is what LMCache has for its own copies of one prefix,
         None where that is not known.
         """
-        self._store, self._tags, self._l1_bytes, self._copies = store, tags, l1_bytes, copies
-        self._report = report
+        self.report, self._store, self._tags, self._l1_bytes = report, store, tags, l1_bytes
+        self.control, self.copies = ControlServer(lambda: self), L1Copies(http)
+        self._dtype, self._objects = _objects(report, store)
         self._filled: Lru[str, None] = Lru(_MAX_TAGS)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
+
+    def close(self) -> None:
+        """Serve this rank no more. Blocks for what is being loaded."""
+        self.control.close()
+        self._store.close()
+
+    def takes(self, desc: MemoryLayoutDesc | None) -> bool:
+        """Whether LMCache's objects have room for exactly our chunks."""
+        if desc is None or {*desc.dtypes} != {self._dtype}:
+            return False
+        return [tuple(shape) for shape in desc.shapes] in self._objects
 
     def claim(self, tag: str, places: Mapping[str, Place]) -> Claim:
         """See `CartridgeStore.claim`. What LMCache has no room for is refused: it would miss, every time."""
@@ -363,18 +353,18 @@ class ClaimingStore:
     def preload(self, tag: str, places: Mapping[str, Place]) -> Readiness:
         """See `CartridgeStore.preload`. Once it is in memory LMCache copies it too."""
         state = self._store.preload(tag, places)
-        if tag in places and state.resident == state.chunks and self._report.rank == 0 and tag not in self._filled:
+        if tag in places and state.resident == state.chunks and self.report.rank == 0 and tag not in self._filled:
             self._filled.put(tag, None)
             self._tags.put(tag_salt(tag), tag)
             ids = load_token_ids(load_manifest(places[tag].root, tag, payload=False), places[tag].root).tolist()
-            self._copies.fill(self._report.model_name, self._report.world, tag_salt(tag), ids)
+            self.copies.fill(self.report.model_name, self.report.world, tag_salt(tag), ids)
         return state
 
     def evict(self, digest: str) -> int:
         """See `CartridgeStore.evict`. LMCache's own copies of what is in no memory of ours any more go too."""
         self._filled.pop(digest)
         evicted = self._store.evict(digest)
-        self._copies.drop(lambda key: self._is_of(key, digest))
+        self.copies.drop(lambda key: self._is_of(key, digest))
         return evicted
 
     def _is_of(self, key: ObjectKey, digest: str) -> bool:
@@ -404,20 +394,26 @@ def _hasher(chunk_tokens: int) -> Hasher:
     return lambda token_ids: [int.from_bytes(h, "big") for h in hasher.compute_chunk_hashes(token_ids)]
 
 
-def _objects(report: Report, store: CartridgeStore) -> tuple[torch.dtype, tuple[tuple[int, ...], ...]]:
+def _objects(
+    report: Report, store: CartridgeStore
+) -> tuple[torch.dtype, tuple[list[tuple[int, ...]], list[tuple[int, ...]]]]:
     """Return the dtype and the shapes of LMCache's objects that hold a chunk in the layout that the engine confirmed."""
     (heads, layers, tokens, head_size), dtype = store.shape[:4], HELD[store.shape.dtype]
-    if store.shape.planes == 1:
-        return dtype, ((layers, tokens, head_size), (1, layers, tokens, head_size))
-    width = heads * 2 * head_size
-    if has_blocks(report.layout):
-        dtype, width = WORD, width * dtype.itemsize // WORD.itemsize
-    return dtype, ((layers, tokens, width), (1, layers, tokens, width))
+    width = head_size
+    if store.shape.planes == 2:
+        width *= 2 * heads
+        if has_blocks(report.layout):
+            dtype, width = WORD, width * dtype.itemsize // WORD.itemsize
+    counts = [len(group) for group in report.groups] or [layers]
+    return dtype, ([(count, tokens, width) for count in counts], [(1, count, tokens, width) for count in counts])
 
 
-def _fill(target: MemoryObj, chunk: torch.Tensor) -> None:
+def _fill(target: MemoryObj, chunk: torch.Tensor, groups: Sequence[Sequence[int]] = ()) -> None:
+    """Copy a chunk, the layers of each group together."""
     if target.get_size() != chunk.numel():
         raise UnsupportedEngine(f"LMCache's buffer has {target.get_size()} bytes, a chunk {chunk.numel()}")
     if target.raw_tensor is None:
         raise CartridgeError("LMCache took its buffer back before it was filled")
-    target.raw_tensor.view(torch.uint8)[: chunk.numel()].copy_(chunk)
+    order = [layer for group in groups for layer in group] or [0]
+    for row, layer in zip(target.raw_tensor.view(torch.uint8)[: chunk.numel()].chunk(len(order)), order, strict=True):
+        row.copy_(chunk.chunk(len(order))[layer])

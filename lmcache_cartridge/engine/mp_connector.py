@@ -10,13 +10,13 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 import torch
 from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.logger import init_logger
-from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 
-from ..artifact.model import Fingerprint
 from ..errors import UnsupportedEngine
 from ..memory import tiles
 from ..memory.quantise import Quantiser, quantiser
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.lmcache_cartridge.mp_connector")
 
 
-_RETRY_S, _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 4.0, 0.02, 0.5
-"""How long a cartridge that is in memory is looked up again after a miss, and the pauses; each is twice the one before.
+_RETRY_S, _PAUSE_S = 4.0, 0.1
+"""How long a cartridge that is in memory is looked up again after a miss, and the pauses.
 
 LMCache 0.5.6 makes room in its own memory once a second, a fifth of it each time unless it is told otherwise.
 """
@@ -55,14 +55,6 @@ _CHECK_TIMEOUT_S = 60.0
 """How long LMCache's server may take for the lookup that shows how it names chunks."""
 
 
-class _Retry(NamedTuple):
-    tries: int
-    at: float
-    """Monotonic time of the next lookup."""
-    until: float
-    """Monotonic time after which a miss counts."""
-
-
 class CartridgeMPConnector(TellsTiers, InjectsWhole, LMCacheMPConnector):
     """Tells the adapter what this engine is, names its keys, and never lets a trained cartridge be computed."""
 
@@ -70,13 +62,15 @@ class CartridgeMPConnector(TellsTiers, InjectsWhole, LMCacheMPConnector):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig | None = None
     ) -> None:
         """Called by vLLM. Raises `UnsupportedEngine` for a configuration under which cartridges are not safe."""
-        if not transfer_of(vllm_config).get_from_extra_config(CONTROL, None):
+        self._control = transfer_of(vllm_config).get_from_extra_config(CONTROL, "")
+        if not self._control:
             raise UnsupportedEngine(
                 f"{CONTROL} is missing in kv_connector_extra_config: the path of the adapter's socket"
             )
         kv_cache_config = started(vllm_config, kv_cache_config, "multiprocess")
         self._engine = _describe(vllm_config, kv_cache_config)
-        self._retries: dict[str, _Retry] = {}
+        self._retries: dict[str, tuple[float, float]] = {}
+        """The monotonic times of a request's next lookup, and after which a miss counts."""
         self._unsaved: set[str] = set()
         """Requests of which nothing may be saved any more."""
         self._keys: dict[str, _Keys] = {}
@@ -84,11 +78,12 @@ class CartridgeMPConnector(TellsTiers, InjectsWhole, LMCacheMPConnector):
         """Requests whose cartridge LMCache had no room for at its last look."""
         self._turns = Turns()
         self._config = vllm_config
-        with host.model_name(self._engine.key_name):
+        with host.model_name(self._engine.model_name):
             super().__init__(vllm_config, role, kv_cache_config)
         if role == KVConnectorRole.SCHEDULER:
             self.tell_tiers(vllm_config)
-            self.whole = Whole(self.scheduler_adapter.lmcache_tokens_per_chunk, self._engine.block_tokens)
+            self._chunk = self.scheduler_adapter.lmcache_tokens_per_chunk
+            self.whole = Whole(self._chunk, vllm_config.cache_config.block_size)
 
     # The worker's side.
 
@@ -96,8 +91,8 @@ class CartridgeMPConnector(TellsTiers, InjectsWhole, LMCacheMPConnector):
         """Find out how this engine writes KV, and tell the adapter. Raises `UnsupportedEngine`: the start ends."""
         try:
             host.verify("worker")
-            kv_caches = own = answering(kv_caches)
-            names = sorted(kv_caches, key=host.layer_index)
+            names = sorted(answering(kv_caches), key=host.layer_index)
+            kv_caches = own = {name: kv_caches[name] for name in names}
             layers, rules = host.attention_layers(self._config), {}
             if self._engine.fingerprint.planes == 1:
                 check_latents(kv_caches, layers, self._engine.fingerprint)
@@ -142,33 +137,27 @@ class CartridgeMPConnector(TellsTiers, InjectsWhole, LMCacheMPConnector):
         rank, world = parallel.rank % parallel.world_size, parallel.world_size
         if self._engine.fingerprint.planes == 1:  # every tensor-parallel rank has all of it, and LMCache keeps one
             rank, world = self.worker_adapter.worker_id, self.worker_adapter.world_size
-        report = Report(
-            model_name=self._engine.key_name,
-            fingerprint=self._engine.fingerprint,
+        report = msgspec.structs.replace(
+            self._engine,
             chunk_tokens=self.worker_adapter.lmcache_tokens_per_chunk,
-            heads=self._engine.heads,
             layout=layout,
             rank=rank,
             world=world,
-            allow_trained=self._engine.allow_trained,
-            stages=parallel.pipeline_parallel_size,
-            first_layer=layers.start,
-            layers=len(layers),
+            layers=(layers.start, layers.stop),
             quantiser=quantised,
         )
         kind = f"{self._config.cache_config.cache_dtype} {quantised.digest}, " if quantised else ""
         logger.info(
             "this engine writes KV as %s%s; its keys at LMCache are those of %s", kind, layout, report.model_name
         )
-        path = transfer_of(self._config).get_from_extra_config(CONTROL, None)
-        return confirm(path, report, self._look_up_check())
+        return confirm(self._control, report, self._look_up_check())
 
     def _look_up_check(self) -> str:
         """Have LMCache's server look up a chunk that nobody has, so that our adapter sees its key; return its salt."""
         adapter, salt = self.worker_adapter, check_salt()
         client, ids = adapter.req_client, check_ids(adapter.lmcache_tokens_per_chunk)
         deadline = time.monotonic() + _CHECK_TIMEOUT_S
-        key = host.lookup_key(self._engine.key_name, adapter.world_size, ids, salt)
+        key = host.lookup_key(self._engine.model_name, adapter.world_size, ids, salt)
         client.lookup(key, 1).result(timeout=_CHECK_TIMEOUT_S)
         while client.query_prefetch_status(salt).result(timeout=_CHECK_TIMEOUT_S) is None:
             if time.monotonic() > deadline:
@@ -190,7 +179,7 @@ class CartridgeMPConnector(TellsTiers, InjectsWhole, LMCacheMPConnector):
         tracker = super()._get_or_create_request_tracker(request)
         params = request.kv_transfer_params or {}
         if request.request_id not in self._keys:
-            self._keys[request.request_id] = _keys(request, self.scheduler_adapter.lmcache_tokens_per_chunk)
+            self._keys[request.request_id] = _keys(request, self._chunk)
         keys = self._keys[request.request_id]
         tracker.cache_salt = keys.salt
         if keys.own:
@@ -207,10 +196,9 @@ class CartridgeMPConnector(TellsTiers, InjectsWhole, LMCacheMPConnector):
         positions. Where they are not all there, they are claimed and reported as not loaded in the same step, so vLLM
         ends the request (`kv_load_failure_policy: fail`) before it samples.
         """
-        name, needed, retry = request.request_id, positions_to_inject(request), self._retries.get(request.request_id)
-        if retry is not None and time.monotonic() < retry.at:
-            return None, True
-        if not self._may_ask(request):
+        name = request.request_id
+        needed = 0 if self._engine.groups else positions_to_inject(request)
+        if time.monotonic() < self._retries.get(name, (0.0,))[0] or not self._may_ask(request):
             return None, True
         matched, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if matched is None:
@@ -220,12 +208,11 @@ class CartridgeMPConnector(TellsTiers, InjectsWhole, LMCacheMPConnector):
             return None, True
         self._waiting.discard(name)
         self._turns.answered(name, found=found >= self._resident(request))
-        chunk = self.scheduler_adapter.lmcache_tokens_per_chunk
-        whole = needed // chunk * chunk
+        whole = needed // self._chunk * self._chunk
         tracker.num_stored_tokens = max(tracker.num_stored_tokens, whole)  # not LMCache's to keep
         is_async = is_async and matched > 0
-        until = self.whole.owes(request, num_computed_tokens, found, is_async=is_async)
-        if until is None:
+        until = needed and self.whole.owes(request, num_computed_tokens, found, is_async=is_async)
+        if not until:
             return matched, is_async
         if found >= whole:
             return until - num_computed_tokens, is_async
@@ -237,10 +224,9 @@ class CartridgeMPConnector(TellsTiers, InjectsWhole, LMCacheMPConnector):
         return until - num_computed_tokens, False
 
     def _may_ask(self, request: Request) -> bool:
-        chunk = self.scheduler_adapter.lmcache_tokens_per_chunk
-        if request.num_prompt_tokens < chunk:
+        if request.num_prompt_tokens < self._chunk:
             return True
-        first = hash(tuple(request.prompt_token_ids[:chunk])) if request.prompt_token_ids else request.request_id
+        first = hash(tuple(request.prompt_token_ids[: self._chunk])) if request.prompt_token_ids else request.request_id
         salt = self._get_or_create_request_tracker(request).cache_salt
         # Of a claimed cartridge tenants may have copies of their own all the same; a prompt without one is its tenant's own.
         has_claim = bool((request.kv_transfer_params or {}).get(GRANT))
@@ -249,8 +235,7 @@ class CartridgeMPConnector(TellsTiers, InjectsWhole, LMCacheMPConnector):
     def _resident(self, request: Request) -> int:
         """Return how many leading positions the request's claim has in memory, in whole chunks as LMCache finds them."""
         grant = (request.kv_transfer_params or {}).get(GRANT) or {}
-        chunk = self.scheduler_adapter.lmcache_tokens_per_chunk
-        return max(grant.get("resident", 0), positions_to_inject(request)) // chunk * chunk
+        return max(grant.get("resident", 0), positions_to_inject(request)) // self._chunk * self._chunk
 
     def _look_up_again(self, tracker: LMCacheMPRequestTracker) -> bool:
         """Have LMCache look a request up once more, after a pause; False when it has missed long enough.
@@ -259,11 +244,10 @@ class CartridgeMPConnector(TellsTiers, InjectsWhole, LMCacheMPConnector):
         two looks at it, and where its memory is full at the moment.
         """
         now = time.monotonic()
-        tries, _, until = self._retries.get(tracker.request_id, _Retry(0, 0.0, now + _RETRY_S))
+        _, until = self._retries.get(tracker.request_id, (now, now + _RETRY_S))
         if now > until or not self.scheduler_adapter.is_healthy or not host.may_look_up_again(tracker):
             return False
-        pause = min(_FIRST_PAUSE_S * 2**tries, _LONGEST_PAUSE_S)
-        self._retries[tracker.request_id] = _Retry(tries + 1, now + pause, until)
+        self._retries[tracker.request_id] = now + _PAUSE_S, until
         if tracker.num_lmcache_hit_tokens:
             host.unlock_hits(self.scheduler_adapter, tracker)
             tracker.num_lmcache_hit_tokens = tracker.num_stored_tokens = 0
@@ -308,7 +292,8 @@ class _Keys(NamedTuple):
 
 def _keys(request: Request, chunk_tokens: int) -> _Keys:
     params, lora_request = request.kv_transfer_params, request.lora_request
-    salt, shared = key_salt(params, request.cache_salt), shared_salt(params)
+    salt = key_salt(params, request.cache_salt)
+    shared = shared_salt(salt)
     if is_apart(params, lora_request):
         return _Keys(adapter_salt(salt, lora_request))
     positions = ((params or {}).get(GRANT) or {}).get("positions")
@@ -317,39 +302,31 @@ def _keys(request: Request, chunk_tokens: int) -> _Keys:
     return _Keys(shared, own_shifts(salt, chunk_tokens), positions // chunk_tokens * chunk_tokens)
 
 
-class _EngineFacts(NamedTuple):
-    """What the configuration tells of an engine, in every process alike."""
-
-    fingerprint: Fingerprint
-    key_name: str
-    block_tokens: int
-    heads: int
-    """KV heads of one rank."""
-    allow_trained: bool
-
-
-def _describe(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None) -> _EngineFacts:
-    if kv_cache_config is None or len(kv_cache_config.kv_cache_groups) != 1:
-        raise UnsupportedEngine("the model's KV cache is not one group of layers of one kind")
-    group = kv_cache_config.kv_cache_groups[0]
-    spec = group.kv_cache_spec
-    if not isinstance(spec, AttentionSpec) or type(spec) not in (
-        FullAttentionSpec,
-        MLAAttentionSpec,
-        SlidingWindowSpec,
-    ):
-        raise UnsupportedEngine(f"the model caches {type(spec).__name__}, not K and V of every token")
+def _describe(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None) -> Report:
+    """Return what the configuration tells of an engine, in every process alike."""
+    groups = kv_cache_config.kv_cache_groups if kv_cache_config else []
+    specs: list[Any] = [group.kv_cache_spec for group in groups]
+    known = FullAttentionSpec, SlidingWindowSpec, *((MLAAttentionSpec,) if len(specs) == 1 else ())
+    if strange := {type(spec).__name__ for spec in specs if type(spec) not in known}:
+        raise UnsupportedEngine(f"the model caches {', '.join(sorted(strange))}, not K and V of every token")
+    kinds = {(s.block_size, s.num_kv_heads, s.head_size, s.dtype) for s in specs}
+    if len(kinds) != 1:
+        raise UnsupportedEngine(f"the model's KV caches are of {len(kinds)} kinds, and a cartridge's KV is of one")
+    [(block_tokens, heads, _, cached)] = kinds
     stages = vllm_config.parallel_config.pipeline_parallel_size
     if (layers := vllm_config.model_config.get_total_num_hidden_layers()) % stages:
         raise UnsupportedEngine(
             f"LMCache's server has one size for the chunks of all stages, and {layers} layers do not divide among "
             f"{stages}; serve in-process, or with another --pipeline-parallel-size"
         )
-    dtype = computed_dtype(vllm_config, spec.dtype)
-    fingerprint = fingerprint_of(vllm_config, dtype, None if stages > 1 else range(len(group.layer_names)))
-    allow_trained = transfer_of(vllm_config).kv_load_failure_policy == "fail"
-    kind = vllm_config.cache_config.cache_dtype if dtype != spec.dtype else None  # the scales are among the weights
+    dtype = computed_dtype(vllm_config, cached)
+    own = sum(len(group.layer_names) for group in groups)
+    fingerprint = fingerprint_of(vllm_config, dtype, None if stages > 1 else range(own))
+    # Of several groups vLLM 0.32 cannot be told which blocks of a trained cartridge were not loaded.
+    order = sorted(tuple(sorted(map(host.layer_index, group.layer_names))) for group in groups[1:] and groups)
+    allow_trained = transfer_of(vllm_config).kv_load_failure_policy == "fail" and not order
+    kind = vllm_config.cache_config.cache_dtype if dtype != cached else None  # the scales are among the weights
     name = key_name(
-        vllm_config.model_config.model, fingerprint, spec.block_size, allow_trained, versions(), stages, kind
+        vllm_config.model_config.model, fingerprint, block_tokens, allow_trained, versions(), stages, kind, order
     )
-    return _EngineFacts(fingerprint, name, spec.block_size, spec.num_kv_heads, allow_trained)
+    return Report(name, fingerprint, heads, allow_trained, stages=stages, groups=tuple(order))

@@ -53,8 +53,10 @@ class Facts(NamedTuple):
     """Whether some layers' caches are quantised and some are not."""
     groups: int = 1
     """Of layers that have blocks of their own."""
+    maps_caches: bool = False
+    """Whether LMCache's server moves their blocks."""
     gives_up_blocks: bool = False
-    """Whether every layer has a window, so that a request's earlier blocks are given to others."""
+    """Whether layers with a window are a group, so that a request's earlier blocks are given to others."""
     recomputes: bool = False
     """Whether vLLM computes what could not be loaded."""
 
@@ -90,13 +92,14 @@ ENGINE: list[Row] = [
             "some layers' KV is quantised and some is not", "LMCache has one dtype", "remove --kv-cache-dtype-skip-layers"),
     (lambda engine: engine.is_latent and engine.in_process, "multi-head latent attention",
             "one latent vector a token is served in multiprocess mode only", "use --mode multiprocess"),
-    (lambda engine: engine.groups > 1, "{0.groups} KV cache groups",
-            "full and sliding layers would have KV caches with blocks of their own. LMCache's workers move those of one group only (LMCache 0.5.6, engine_driven), and what of a trained cartridge was not loaded could be told of one group only (vLLM 0.32)",
+    (lambda engine: engine.groups > 1 and (not engine.maps_caches or engine.stages > 1 or engine.speculation == "draft_model"
+            or engine.cache_dtype in QUANTISED_CACHES), "{0.groups} KV cache groups",
+            "full and sliding layers have blocks of their own. They are moved by LMCache's server only (LMCache 0.5.6, lmcache_driven), and were never run with pipeline stages, a draft model or a quantised KV cache",
             f"start vLLM with --{ONE_GROUP}, as `serve` does"),
-    (lambda engine: engine.gives_up_blocks and engine.saves, "every layer of the model has a sliding window",
+    (lambda engine: engine.gives_up_blocks and engine.saves, "layers have a sliding window and blocks of their own",
             "vLLM gives a request's earlier blocks to others, and LMCache would save what those write",
             "have nothing saved (`serve --no-save`, or kv_role kv_consumer)"),
-    (lambda engine: engine.gives_up_blocks and engine.recomputes, "every layer of the model has a sliding window",
+    (lambda engine: engine.gives_up_blocks and engine.recomputes, "layers have a sliding window and blocks of their own",
             "vLLM keeps no blocks in which what could not be loaded could be computed", "set kv_load_failure_policy to fail"),
     (lambda engine: engine.extra.get("lmcache.max_tokens_per_load"), "lmcache.max_tokens_per_load",
             "it cuts cartridges in the middle (LMCache 0.5.6)", "remove it from kv_connector_extra_config"),

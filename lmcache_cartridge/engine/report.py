@@ -38,24 +38,25 @@ class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model_name: str
     """As in LMCache's keys; another one for every engine that may not have the same bytes, see `key_name`."""
     fingerprint: Fingerprint
-    chunk_tokens: int
-    """LMCache's chunk size."""
     heads: int
     """KV heads of this rank."""
-    layout: str
-    """How the engine was seen to write KV: `heads` where it caches latent vectors, `fused`, or one of `tiles`."""
-    rank: int
-    """Number of this worker in its engine."""
-    world: int
-    """Workers of the engine: tensor-parallel ranks times stages."""
     allow_trained: bool
+    chunk_tokens: int = 0
+    """LMCache's chunk size."""
+    layout: str = ""
+    """How the engine was seen to write KV: `heads` where it caches latent vectors, `fused`, or one of `tiles`."""
+    rank: int = 0
+    """Number of this worker in its engine."""
+    world: int = 1
+    """Workers of the engine: tensor-parallel ranks times stages."""
     stages: int = 1
     """Stages of the pipeline."""
-    first_layer: int = 0
-    layers: int | None = None
-    """Layers of this worker's stage; None: all."""
+    layers: tuple[int, int] | None = None
+    """The first layer of this worker's stage, and the first behind it; None: all."""
     quantiser: Quantiser | None = None
     """How these layers write their caches where these are quantised."""
+    groups: tuple[tuple[int, ...], ...] = ()
+    """Which layers have blocks of one kind, in the order in which they lie in LMCache's objects; empty where all have."""
 
     @property
     def tensor_ranks(self) -> int:
@@ -147,7 +148,10 @@ class ReportServer(frames.FrameServer):
         accepted: list[Report] = []
 
         def take(frame: bytes) -> str:
-            report, check = _report(frame)
+            try:
+                report, check = _decode_report(frame)
+            except msgspec.DecodeError as error:
+                raise UnsupportedEngine(f"no report of this version: {error}") from error
             control = self._accept(report, check)
             accepted.append(report)
             return control
@@ -167,13 +171,6 @@ class ReportServer(frames.FrameServer):
 
 
 _decode_report = msgspec.msgpack.Decoder(tuple[Report, str]).decode
-
-
-def _report(frame: bytes) -> tuple[Report, str]:
-    try:
-        return _decode_report(frame)
-    except msgspec.DecodeError as error:
-        raise UnsupportedEngine(f"no report of this version: {error}") from error
 
 
 def _take_place(path: Path) -> None:

@@ -53,13 +53,12 @@ def tag_salt(tag: str, own: str = "") -> str:
     return _TAG + _hash(tag) + (f"-{_hash(own)}" if own else "")
 
 
-def shared_salt(kv_transfer_params: Mapping[str, Any] | None) -> str | None:
-    """Return the salt for LMCache's keys that requests of all tenants for one cartridge or chain may have; None without.
+def shared_salt(salt: str) -> str | None:
+    """Return the salt that requests of all tenants for one cartridge or chain may have, of one of `key_salt`; None without.
 
     Only where `shifted` keeps apart what follows: then LMCache has one copy of a cartridge, and not one for each tenant.
     """
-    tags = {k: v for k, v in (kv_transfer_params or {}).items() if k.startswith("lmcache.tag.")}
-    return tag_salt(str(tags[TAG])) if tags.keys() == {TAG} else None
+    return salt[:_TAG_SALT] if salt.startswith(_TAG) else None
 
 
 def own_shifts(salt: str, count: int) -> tuple[int, ...]:

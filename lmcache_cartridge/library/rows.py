@@ -104,8 +104,8 @@ class RowReader:
         self._check(manifest)
         if manifest.kind == "trained" and not self._allow_trained:
             raise UnsupportedEngine(
-                "a trained cartridge needs kv_load_failure_policy: fail, since nothing can compute it; this engine "
-                "recomputes what it cannot load"
+                "a trained cartridge needs kv_load_failure_policy: fail, and layers whose KV has blocks of one kind (vLLM's "
+                "--disable-hybrid-kv-cache-manager), since nothing can compute what of it was not loaded"
             )
         hashes = self._index.hash(manifest, reading.load_token_ids(manifest, root).tolist())
         beside = None if location == str(root) else str(root)

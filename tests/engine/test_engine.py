@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -153,13 +154,32 @@ def _cached(*specs: AttentionSpec) -> KVCacheConfig:
 _BLOCKS = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
 
 
-@pytest.mark.parametrize("role", ["kv_both", "kv_consumer"])
-def test_layers_with_blocks_of_their_own_are_refused_with_the_option_that_gives_them_the_same(role: str) -> None:
+_BESIDE = {CONTROL: "/tmp/x.sock"}
+_DRIVEN = {**_BESIDE, "lmcache.mp.mp_transfer_mode": "lmcache_driven"}
+
+
+@pytest.mark.parametrize(
+    ("extra", "role", "options", "reason"),
+    [
+        ({}, "kv_both", {}, "--disable-hybrid-kv-cache-manager"),
+        ({}, "kv_consumer", {}, "--disable-hybrid-kv-cache-manager"),
+        (_BESIDE, "kv_consumer", {}, "--disable-hybrid-kv-cache-manager"),
+        (_DRIVEN, "kv_consumer", {"pipeline_parallel_size": 2}, "--disable-hybrid-kv-cache-manager"),
+        (_DRIVEN, "kv_consumer", {"kv_cache_dtype": "fp8"}, "--disable-hybrid-kv-cache-manager"),
+        (_DRIVEN, "kv_both", {}, "--no-save"),
+        (_DRIVEN, "kv_consumer", {}, None),
+    ],
+)  # fmt: skip
+def test_layers_with_blocks_of_their_own_are_refused_unless_lmcaches_server_moves_them(
+    extra: dict[str, str], role: str, options: dict[str, Any], reason: str | None
+) -> None:
     full, sliding = FullAttentionSpec(**_BLOCKS), SlidingWindowSpec(**_BLOCKS, sliding_window=32)
-    config = vllm_config(transfer={"kv_role": role})
-    with pytest.raises(UnsupportedEngine, match="2 KV cache groups: .* --disable-hybrid-kv-cache-manager"):
+    config = vllm_config(transfer={"kv_role": role, "kv_connector_extra_config": extra}, **options)
+    with pytest.raises(UnsupportedEngine, match=reason) if reason else nullcontext():
         engines.check_vllm(config, _cached(full, sliding))
-    engines.check_vllm(config, _cached(FullAttentionSpec(**_BLOCKS, sliding_window=32)))
+    engines.check_vllm(
+        vllm_config(transfer={"kv_role": role}), _cached(FullAttentionSpec(**_BLOCKS, sliding_window=32))
+    )
 
 
 def test_nothing_is_saved_or_computed_again_of_a_model_whose_every_layer_gives_its_blocks_up(
@@ -168,7 +188,7 @@ def test_nothing_is_saved_or_computed_again_of_a_model_whose_every_layer_gives_i
     both, only = (vllm_config(transfer={"kv_role": role}) for role in ("kv_both", "kv_consumer"))
     longest = both.model_config.max_model_len
     sliding = _cached(SlidingWindowSpec(**_BLOCKS, sliding_window=longest - 1))
-    with pytest.raises(UnsupportedEngine, match="every layer of the model has a sliding window.*--no-save"):
+    with pytest.raises(UnsupportedEngine, match="layers have a sliding window.*--no-save"):
         engines.check_vllm(both, sliding)
     engines.check_vllm(only, sliding)
     beside = vllm_config(transfer={"kv_role": "kv_both", "kv_connector_extra_config": {CONTROL: "/tmp/x.sock"}})
@@ -178,9 +198,7 @@ def test_nothing_is_saved_or_computed_again_of_a_model_whose_every_layer_gives_i
         with pytest.raises(UnsupportedEngine, match="--no-save"):  # LMCache's server knows no such variable
             engines.check_vllm(beside, sliding)
     recomputes = vllm_config(transfer={"kv_role": "kv_consumer", "kv_load_failure_policy": "recompute"})
-    with pytest.raises(
-        UnsupportedEngine, match="every layer of the model has a sliding window.*kv_load_failure_policy"
-    ):
+    with pytest.raises(UnsupportedEngine, match="layers have a sliding window.*kv_load_failure_policy"):
         engines.check_vllm(recomputes, sliding)
     engines.check_vllm(both, _cached(SlidingWindowSpec(**_BLOCKS, sliding_window=longest)))  # and so gives up none
 

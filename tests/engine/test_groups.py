@@ -1,7 +1,5 @@
-"""Why a model's layers must have blocks of one kind: what vLLM 0.32 and LMCache 0.5.6 do with several KV cache groups.
-
-Each of these is what stands in the way of serving them, or what serving them would build on. Where one fails the refusal of
-several groups is to be looked at again.
+"""What vLLM 0.32 and LMCache 0.5.6 do with several KV cache groups: what serving them builds on, and what stands in the way
+of trained cartridges and of saving beside them. Where one fails that is to be looked at again.
 """
 
 from __future__ import annotations
@@ -11,16 +9,27 @@ from typing import Any
 
 import pytest
 import torch
-from blocks import quietly
+from blocks import Blocks, memory_object, quietly, vllm_config
 
 with quietly():
+    from lmcache.lmcache_native import TransferDirection
     from lmcache.utils import EngineType
     from lmcache.v1.gpu_connector.utils import normalize_and_discover_per_layer_formats
     from lmcache.v1.kv_layer_groups import KVLayerGroupsManager
     from lmcache.v1.multiprocess.group_view import EngineGroupInfo
+    from lmcache.v1.multiprocess.object_group_transfer import (
+        downsample_and_stage_block_ids,
+        transfer_kv_per_object_group,
+    )
     from lmcache.v1.multiprocess.transfer_context.worker_transfer import EngineDrivenTransferContext
+    from lmcache.v1.platform.devices.cpu.cache_context import CPUCacheContext
+    from lmcache.v1.platform.devices.cpu.shm import migrate_to_shm_and_wrap
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import RequestStatus
+
+    from lmcache_cartridge.engine.l2 import _fill
+from lmcache_cartridge.engine.probe import written_layout
+from lmcache_cartridge.memory import tiles
 
 BLOCK, CHUNK = 32, 64
 LAYERS = ((0, 1, 3), (2,))
@@ -75,3 +84,29 @@ def test_a_window_shorter_than_a_chunk_must_be_whole_blocks() -> None:
     assert _manager(BLOCK).get_subchunk_sw_size_tokens(0) == BLOCK
     with pytest.raises(ValueError, match="sliding window size 48 must be a multiple of tokens_per_block 32"):
         _manager(48)
+
+
+def test_lmcaches_server_brings_a_chunk_of_ours_into_each_groups_own_blocks() -> None:
+    """By LMCache's own code, from the object as our adapter fills it: layers together that have blocks together."""
+    blocks, groups = Blocks(vllm_config(), 8, layers=4), _groups(CHUNK)
+    shape, order = blocks.shape(CHUNK), [layer for group in LAYERS for layer in group]
+    layout = written_layout(blocks.caches, blocks.layers)
+    kv, chunk = blocks.noise(CHUNK), torch.empty(shape.size_bytes, dtype=torch.uint8)
+    tiles.pack(kv, chunk, shape, layout)
+    before = blocks.kv()
+    with quietly():
+        context = CPUCacheContext(
+            [migrate_to_shm_and_wrap(cache) for cache in blocks.caches.values()], CHUNK, engine_group_infos=groups
+        )
+        object_, own = memory_object(torch.zeros(shape.size_bytes, dtype=torch.uint8)), [[5, 2], [1, 6]]
+        _fill(object_, chunk, LAYERS)
+        staged = downsample_and_stage_block_ids(context, [list(ids) for ids in own])
+        transfer_kv_per_object_group(context, staged, [object_], 0, 1, 0, TransferDirection.H2D, transfer_key="k")
+    found = blocks.kv()
+    for layers, ids in zip(LAYERS, own, strict=True):
+        slots = [block * BLOCK + at for block in ids for at in range(BLOCK)]
+        others = [slot for slot in range(blocks.slots) if slot not in slots]
+        for layer in layers:
+            assert torch.equal(found[:, layer, slots], kv[:, layer])
+            assert torch.equal(found[:, layer, others], before[:, layer, others])
+    assert order != sorted(order), "the control: else no order were needed"

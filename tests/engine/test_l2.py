@@ -154,17 +154,17 @@ class Server:
 
     def confirm(self, **changes: Any) -> str:
         report = self.report(**changes)
-        confirmed = confirm(str(self.socket), report, self.check(report.chunk_tokens))
+        confirmed = confirm(str(self.socket), report, self.check(report.chunk_tokens, desc=_desc(report)))
         self.engines.append(confirmed.connection)
         return confirmed.control
 
-    def check(self, chunk_tokens: int = CHUNK, algorithm: str = "blake3") -> str:
+    def check(self, chunk_tokens: int = CHUNK, algorithm: str = "blake3", desc: MemoryLayoutDesc = DESC) -> str:
         """Look a check up as LMCache's server would that names chunks by an algorithm; return its salt."""
         salt = check_salt()
         with quietly():
             (chunk_hash,) = TokenHasher(chunk_tokens, algorithm).compute_chunk_hashes(check_ids(chunk_tokens))
         key = ObjectKey(chunk_hash, MODEL, ObjectKey.ComputeKVRank(1, 0, 1, 0), 0, salt)
-        assert self.look_up([key], DESC) == 0
+        assert self.look_up([key], desc) == 0
         return salt
 
     def keys(self, ids: list[int], salt: str, model: str = MODEL, group: int = 0) -> list[ObjectKey]:
@@ -197,6 +197,13 @@ class Server:
         with self.manager.read_prefetched_results(keys) as objects:
             assert objects is not None
             return [o.raw_tensor.view(torch.uint8)[: o.get_size()].clone() for o in objects]
+
+
+def _desc(report: Report) -> MemoryLayoutDesc:
+    """Return of what LMCache's server makes its objects for an engine of such layers."""
+    width, dtype = (64, torch.int64) if report.layout.endswith("/blocks") else (256, torch.bfloat16)
+    counts = [len(group) for group in report.groups] or [3]
+    return MemoryLayoutDesc([torch.Size((count, CHUNK, width)) for count in counts], [dtype] * len(counts))
 
 
 @contextmanager
@@ -260,6 +267,39 @@ def test_lmcache_gets_a_documents_whole_chunks_bit_by_bit(home: Home, layout: st
         status = server.manager.report_status(), json.loads(json.dumps(server.adapter.report_status()))
         assert [each["is_healthy"] for each in status] == [True, True]
         assert status[1]["engines"][0]["layout"] == layout
+
+
+GROUPS = ((0, 2), (1,))
+
+
+def test_lmcache_gets_the_layers_of_each_group_together(home: Home) -> None:
+    """As its server moves them where full and sliding layers have blocks of their own."""
+    with serving(home) as server:
+        confirmed = server.report(groups=GROUPS)
+        server.confirm(groups=GROUPS)
+        keys = server.keys(prompt(home, "doc"), ANYBODY)
+        assert server.look_up(keys, _desc(confirmed)) == WHOLE["doc"]
+        for chunk, found in enumerate(server.bytes(keys[: WHOLE["doc"]])):
+            layers = packed(home.made["doc"], chunk).view(3, -1)
+            assert torch.equal(found.view(3, -1), layers[[0, 2, 1]])
+            assert not torch.equal(found.view(3, -1), layers)
+        assert server.ask(prompt(home, "other")) == 0, "objects of one group"
+
+
+@pytest.mark.parametrize(
+    "desc",
+    [
+        DESC,  # all layers together
+        MemoryLayoutDesc([torch.Size((2, CHUNK, 256))], [torch.bfloat16]),  # --separate-object-groups
+        # a window of half a chunk
+        MemoryLayoutDesc([torch.Size((2, CHUNK // 2, 256)), torch.Size((1, CHUNK, 256))], [torch.bfloat16] * 2),
+    ],
+)
+def test_an_engine_whose_server_has_no_room_for_all_of_a_chunk_is_refused_at_its_start(
+    home: Home, desc: MemoryLayoutDesc
+) -> None:
+    with serving(home) as server, pytest.raises(UnsupportedEngine, match="sliding window"):
+        confirm(str(server.socket), server.report(groups=GROUPS), server.check(desc=desc))
 
 
 _LISTEN = """
@@ -352,8 +392,8 @@ def test_what_follows_a_cartridge_is_each_tenants_own_where_all_have_its_salt(
     assert found[:chunks] == hasher.compute_chunk_hashes(_DOCUMENT)[:chunks], "all find the cartridge"
     strangers = [names(each)[chunks:] for each in (None, "t", "u", "t ", "T") if each != own]
     assert not {*found[chunks:]} & {name for names_ in strangers for name in names_}
-    assert shared_salt({TAG: digest, "lmcache.skip_save": True}) == tag_salt(digest)
-    assert {shared_salt(params) for params in (None, {}, {TAG: digest, "lmcache.tag.mine": "x"})} == {None}
+    assert shared_salt(key_salt({TAG: digest, "lmcache.skip_save": True}, "mine")) == tag_salt(digest)
+    assert {shared_salt(key_salt(params)) for params in (None, {}, {TAG: digest, "lmcache.tag.mine": "x"})} == {None}
 
 
 @pytest.mark.parametrize(
