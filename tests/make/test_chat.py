@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 from blocks import quietly
+from making import VOCABULARY, make_artifact
 from templates import CHATML, COUNTING, DATED, HEADERS, INSIDE, LAST, LOUD, PAIRS, SPECIAL, WARD
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -104,11 +105,9 @@ def test_several_messages_and_other_roles_are_a_cartridge_too(tokenizer: Any) ->
     ids, chat = render(model, messages, {})
     whole = _rendered(tokenizer, [*messages, *msgspec.convert(_turns(["Hi"]), list[Message])])
     assert [*ids, *question_ids(model, "Hi", chat)] == whole
-    model = _model(tokenizer, HEADERS)
-    ids, chat = render(model, [Message("user", SHEET)], {})
-    assert [*ids, *question_ids(model, "Hi", chat)] == _rendered(
-        tokenizer, [Message("user", SHEET), Message("user", "Hi")]
-    )
+    model, asked = _model(tokenizer, HEADERS), [Message("user", SHEET), Message("user", "Hi")]
+    ids, chat = render(model, asked[:1], {})
+    assert [*ids, *question_ids(model, "Hi", chat)] == _rendered(tokenizer, asked)
 
 
 @pytest.mark.parametrize(
@@ -237,12 +236,8 @@ def test_a_document_is_built_as_the_system_message_and_says_so(
     (tmp_path / "t.jinja").write_text(WARD)
     assert _build(tmp_path, "--chat", "system", "--chat-template", str(tmp_path / "t.jinja")) == 0
     assert main(["build", "--from", "a", "--payload", "int8", "--id", "b", "--home", str(tmp_path)]) == 0
-    assert (
-        main(
-            ["build", "--from", "a", "--id", "c", "--model", str(MODEL_DIR), "--compact", "4x", "--home", str(tmp_path)]
-        )
-        != 0
-    )
+    of_a = ["build", "--from", "a", "--id", "c", "--model", str(MODEL_DIR), "--compact", "4x", "--home", str(tmp_path)]
+    assert main(of_a) != 0
     assert "is of a chat" in capsys.readouterr().err
     registry = Registry(from_mapping({"home": tmp_path}).registry_path)
     plain, smaller = (
@@ -259,7 +254,8 @@ def test_a_document_is_built_as_the_system_message_and_says_so(
 
 
 def test_messages_and_ids_are_built_too(model: CausalModel, tmp_path: Path) -> None:
-    messages = [{"role": "system", "content": SHEET}, {"role": "user", "content": "blood of Tehor?"}, {"role": "assistant", "content": "A+"}]  # fmt: skip
+    messages = _turns(["blood of Tehor?", "A+"])
+    messages.insert(0, {"role": "system", "content": SHEET[:1500]})
     (tmp_path / "m.json").write_text(json.dumps(messages))
     assert _build(tmp_path, "--messages", str(tmp_path / "m.json")) == 0
     ids = _rendered(model.tokenizer, messages, add_generation_prompt=False)
@@ -275,35 +271,11 @@ def test_messages_and_ids_are_built_too(model: CausalModel, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        (["--chat", "system", "--token-ids", "x.json"], "--chat needs --document"), (["--chat-template", "x.json"], "need --chat"),
-        (["--chat", "system", "--compact", "4x"], "--compact excludes --chat"),
-        (["--token-ids", "x.json", "--compact", "4x"], "--compact excludes"), (["--token-ids", "none"], "does not exist"),
-        (["--messages", "x.json", "--chat", "system"], "--chat needs --document"),
-        (["--messages", "x.json", "--token-ids", "x.json"], "takes one of"),
-    ],
-)  # fmt: skip
-def test_options_that_do_not_go_together_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str], reason: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "x.json").write_text("[]")
-    assert _build(tmp_path, *options)
-    assert reason in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
     "chat",
-    [Chat((), (1,)), Chat((Message("user", "x"),), ()), Chat((Message("user", "x"),), (640,)), Chat((Message("user", "x"),) * 257, (1,))],
+    [Chat((), (1,)), Chat((Message("user", "x"),), ()), Chat((Message("user", "x"),), (VOCABULARY,)), Chat((Message("user", "x"),) * 257, (1,))],
     ids=["no message", "no prefix", "outside the vocabulary", "too many"],
 )  # fmt: skip
-def test_a_manifest_whose_chat_cannot_be_gone_on_with_is_refused(
-    model: CausalModel, tmp_path: Path, chat: Chat
-) -> None:
-    (tmp_path / "ids.json").write_text("[5, 6, 7]")
-    assert _build(tmp_path, "--token-ids", str(tmp_path / "ids.json")) == 0
-    entry = Registry(from_mapping({"home": tmp_path}).registry_path).find("a")
-    manifest = reading.load_manifest(Path(entry.location))
+def test_a_manifest_whose_chat_cannot_be_gone_on_with_is_refused(tmp_path: Path, chat: Chat) -> None:
+    manifest = make_artifact(tmp_path / "a", positions=3).manifest
     with pytest.raises(ManifestError, match=r"at `\$\.chat|outside the model's vocabulary"):
         decode(msgspec.structs.replace(manifest, chat=chat).encode(), "here")

@@ -54,20 +54,11 @@ def test_what_is_saved_is_read_back(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "below").iterdir()] == ["q.jsonl"]
 
 
-@pytest.mark.parametrize(
-    ("content", "word"),
-    [
-        (b"{", "no JSON lines"),
-        (b"", "no questions"),
-        (b"[]", "no questions"),
-        (b'{"question": "a?"}\n{"question": ""}', "entry 2"),
-        (b'{"question": "a?", "answer": 5}', "entry 1"),
-        (b'{"ask": "a?"}', "entry 1"),
-        (b"[1]", "entry 1"),
-        (b"[" * 100_000, "no JSON lines"),
-        (b"\xff", "UTF-8"),
-    ],
-)
+@pytest.mark.parametrize(("content", "word"), [
+    (b"{", "no JSON lines"), (b"", "no questions"), (b"[]", "no questions"), (b'{"question": "a?"}\n{"question": ""}', "entry 2"),
+    (b'{"question": "a?", "answer": 5}', "entry 1"), (b'{"ask": "a?"}', "entry 1"), (b"[1]", "entry 1"),
+    (b"[" * 100_000, "no JSON lines"), (b"\xff", "UTF-8"),
+])  # fmt: skip
 def test_a_file_of_something_else_is_refused_and_named(tmp_path: Path, content: bytes, word: str) -> None:
     (tmp_path / "bad.jsonl").write_bytes(content)
     with pytest.raises(CartridgeError, match=word) as caught:
