@@ -8,7 +8,6 @@ import os
 import pickle
 import struct
 import zipfile
-from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -125,46 +124,27 @@ class Everything(set):
         return set()
 
 
-def _bomb(where: str) -> Callable[[Path, Path], Path]:
-    def make(path: Path, mark: Path) -> Path:
-        bomb, kv = Calls(os.mkdir, str(mark)), foreign.random_kv(P)
-        if where == "parameters":
-            parts = torch.nn.ParameterList([torch.nn.Parameter(t) for t in foreign.htd(kv)[0]])
-            parts.__dict__["_size"] = bomb
-            content: Any = {"trainable_keys": parts}
-        else:
-            pairs = list(zip(*foreign.htd(kv), strict=True))
-            content = {
-                "alone": bomb,
-                "beside": {"trainable_keys": pairs, "metadata": {"a": [{"b": (bomb,)}]}},
-                "as ids": {"token_ids": bomb, "kv_cache": None},
-                "as a layer": [*pairs[:2], bomb],
-                "as a tensor": [*pairs[:2], (pairs[2][0], bomb)],
-                "in a dict": OrderedDict(a=bomb),
-                "protocol 4": [bomb],
-                "bare": [bomb],
-                "before 1.6": [bomb],
-                "named as weights": {"prompt_embeddings": bomb},
-            }[where]
-        if where == "bare":
-            path.write_bytes(pickle.dumps(content, protocol=2))
-        else:
-            torch.save(content, path, pickle_protocol=4 if where == "protocol 4" else 2,
-                       _use_new_zipfile_serialization=where != "before 1.6")  # fmt: skip
-        return path
-
-    return make
+def _bomb(where: str, path: Path, mark: Path) -> Path:
+    bomb, kv = Calls(os.mkdir, str(mark)), foreign.random_kv(P)
+    content: Any = [bomb]
+    if where == "parameters":
+        parts = torch.nn.ParameterList([torch.nn.Parameter(t) for t in foreign.htd(kv)[0]])
+        parts.__dict__["_size"] = bomb
+        content = {"trainable_keys": parts}
+    elif where == "beside":
+        content = {"trainable_keys": foreign.htd(kv)[0], "metadata": {"a": [{"b": (bomb,)}]}}
+    if where == "bare":
+        path.write_bytes(pickle.dumps(content, protocol=2))
+    else:
+        torch.save(content, path, pickle_protocol=4 if where == "protocol 4" else 2,
+                   _use_new_zipfile_serialization=where != "before 1.6")  # fmt: skip
+    return path
 
 
 NAMED = r"wants .*posix\.mkdir"
 BOMBS = {
     "alone": NAMED,
     "beside": NAMED,
-    "as ids": NAMED,
-    "as a layer": NAMED,
-    "as a tensor": NAMED,
-    "in a dict": NAMED,
-    "named as weights": NAMED,
     "parameters": NAMED,
     "protocol 4": "Unsupported operand",
     "bare": "not a zip file",
@@ -174,7 +154,7 @@ BOMBS = {
 
 @pytest.mark.parametrize("where", BOMBS)
 def test_a_bomb_is_refused_and_does_not_go_off(tmp_path: Path, where: str) -> None:
-    path, mark = _bomb(where)(tmp_path / "a.pt", tmp_path / "ran"), tmp_path / "ran"
+    path, mark = _bomb(where, tmp_path / "a.pt", tmp_path / "ran"), tmp_path / "ran"
     with pytest.raises(ForeignFormatError, match=f"not a PyTorch file of plain tensors: .*{BOMBS[where]}") as caught:
         recognise(path)
     assert "\n" not in str(caught.value)
@@ -185,7 +165,7 @@ def test_a_bomb_is_refused_and_does_not_go_off(tmp_path: Path, where: str) -> No
 
 def test_a_bomb_in_the_pickled_weights_of_an_adapter_does_not_go_off(tmp_path: Path) -> None:
     directory = foreign.peft_adapter(foreign.random_kv(P), tmp_path / "a", safe=False)
-    _bomb("named as weights")(directory / "adapter_model.bin", tmp_path / "ran")
+    _bomb("alone", directory / "adapter_model.bin", tmp_path / "ran")
     with pytest.raises(ForeignFormatError, match=r"adapter_model.bin.*posix\.mkdir"):
         recognise(directory)
     assert not (tmp_path / "ran").exists()
@@ -193,23 +173,15 @@ def test_a_bomb_in_the_pickled_weights_of_an_adapter_does_not_go_off(tmp_path: P
 
 @pytest.mark.parametrize(
     "name",
-    ["os.system", "posix.system", "builtins.eval", "builtins.getattr", "__builtin__.exec", "subprocess.Popen",
-     "functools.partial", "operator.attrgetter", "torch.load", "torch.hub.load", "torch.serialization.load",
-     "numpy.core.multiarray._reconstruct", "numpy.load", "builtins.bytearray", "torch.Tensor", "torch.FloatTensor",
-     "torch._utils._rebuild_wrapper_subclass", "torch._utils._rebuild_device_tensor_from_numpy",
-     "torch._utils._rebuild_nested_tensor", "torch._utils._rebuild_sparse_tensor", "torch._utils._rebuild_qtensor",
-     "torch._tensor._rebuild_from_type_v2", "torch.storage.UntypedStorage", "torch.nn.modules.linear.Linear",
-     "collections.Counter", "torch.nn.parameter.Parameter", "lmcache_cartridge.cli.main.main"],
+    ["os.system", "builtins.eval", "builtins.getattr", "__builtin__.exec", "torch.load", "torch.Tensor", "torch.FloatTensor",
+     "numpy.core.multiarray._reconstruct", "torch._utils._rebuild_sparse_tensor", "torch._tensor._rebuild_from_type_v2",
+     "torch.storage.UntypedStorage", "collections.Counter", "torch.nn.parameter.Parameter"],
 )  # fmt: skip
 def test_a_name_beyond_the_shortest_list_is_refused_before_it_is_called(tmp_path: Path, name: str) -> None:
     path = _archive(tmp_path / "a.pt", _call(name, _number(HUGE)))
     expected = name.replace("__builtin__", "builtins")
     with pytest.raises(ForeignFormatError, match=rf"it wants {expected.replace('.', '[.]')}, which may run anything"):
         load(path)
-
-
-def _nested(start: bytes, step: bytes, end: bytes, depth: int) -> bytes:
-    return start * depth + step + end * depth
 
 
 def _lying_directory(path: Path) -> Path:
@@ -299,7 +271,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], Path], str]] = {
     "ids of no bytes": (
         lambda p: _archive(p, b"}" + _text("token_ids") + _tensor((HUGE,), (0,), storage=_storage(256, kind="torch.LongStorage"))
                            + b"s"), "not a list of at least one whole number"),
-    "lists a million deep": (lambda p: _archive(p, _nested(b"]", b"", b"a", 1_000_000)), "plain tensors|no known"),
+    "lists a million deep": (lambda p: _archive(p, b"]" * 1_000_000 + b"a" * 1_000_000), "plain tensors|no known"),
     "tuples a million deep": (
         lambda p: _archive(p, b"}N" + b"\x85" * 1_000_000 + b"Ns"), "1000000 tuples in its pickle, more than"),
     "a pickle too large": (lambda p: _archive(p, _text("a" * (9 << 20))), "no one data.pkl of at most"),
@@ -333,8 +305,8 @@ HOSTILE: dict[str, tuple[Callable[[Path], Path], str]] = {
 }  # fmt: skip
 
 
-def _import(model: CausalModel, path: Path, root: Path) -> None:
-    import_(model, recognise(path), root, cartridge_id="it", version=1, chunk_tokens=16)
+def _import(model: CausalModel, path: Path, root: Path, **options: Any) -> None:
+    import_(model, recognise(path), root, cartridge_id="it", version=1, chunk_tokens=16, **options)
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -377,7 +349,7 @@ def test_torch_alone_would_not_have_run_anything_either(tmp_path: Path, monkeypa
     """The list of names is the first lock; `weights_only` is the second, and holds without the first."""
     monkeypatch.setattr(pickle_reader, "ALLOWED", Everything())
     for where in ("alone", "beside", "parameters", "protocol 4"):
-        path = _bomb(where)(tmp_path / "a.pt", tmp_path / "ran")
+        path = _bomb(where, tmp_path / "a.pt", tmp_path / "ran")
         with pytest.raises(ForeignFormatError):
             recognise(path)
         assert not (tmp_path / "ran").exists()
@@ -391,7 +363,7 @@ MUTATIONS = st.lists(
     min_size=1, max_size=4,
 )  # fmt: skip
 FUZZ = settings(
-    max_examples=300, deadline=None, derandomize=True,
+    max_examples=100, deadline=None, derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )  # fmt: skip
 
@@ -417,23 +389,41 @@ class _Bench:
     """Valid files, made once, and a place to try changed ones."""
 
     def __init__(self, root: Path, model: CausalModel) -> None:
-        self.root, self.model, self.taken = root, model, 0
+        self.root, self.model, self.runs, self.taken = root, model, 0, 0
         self.kv = foreign.random_kv(P)
         self.adapter = foreign.peft_adapter(self.kv, root / "adapter")
         self.files = {
             "hazy": foreign.hazy(self.kv, root / "hazy.pt").read_bytes(),
             "pairs": foreign.pairs(self.kv, root / "pairs.pt").read_bytes(),
-            "weights": (self.adapter / "adapter_model.safetensors").read_bytes(),
-            "config": (self.adapter / "adapter_config.json").read_bytes(),
-        }
-        self.runs = 0
+        } | {name: (self.adapter / name).read_bytes() for name in ("adapter_model.safetensors", "adapter_config.json")}
+
+    def changed(self, name: str, mutations: list) -> Path:
+        """Write one of the files, its pickle alone, or the adapter that it is of, with something changed."""
+        name, _, only = name.partition(" ")
+        if name.startswith("adapter"):
+            for file, end in (("adapter_model.safetensors", 200), ("adapter_config.json", None)):
+                data = self.files[file]  # of the weights little but the header: of their numbers any are KV
+                is_it = file == name
+                (self.adapter / file).write_bytes(
+                    _mutate(data[:end], mutations) + data[len(data[:end]) :] if is_it else data
+                )
+            return self.adapter
+        path = self.root / "changed.pt"
+        if not only:
+            path.write_bytes(_mutate(self.files[name], mutations))
+            return path
+        with zipfile.ZipFile(io.BytesIO(self.files[name])) as sound, zipfile.ZipFile(path, "w") as archive:
+            for entry in sound.namelist():
+                data = sound.read(entry)
+                archive.writestr(entry, _mutate(data, mutations) if entry.endswith("data.pkl") else data)
+        return path
 
     def attempt(self, path: Path) -> Path | None:
-        """Import a file; return where the artefact is, or None where the file was refused."""
+        """Import a file, every eighth time with a canary; return the artefact's place, or None where it was refused."""
         self.runs += 1
         out = self.root / "out" / str(self.runs)
         try:
-            _import(self.model, path, out)
+            _import(self.model, path, out, compare=self.runs % 8 == 0)
         except CartridgeError as error:
             assert "\n" not in str(error)
             assert not out.exists()
@@ -448,54 +438,22 @@ def bench(tmp_path_factory: pytest.TempPathFactory, model: CausalModel) -> _Benc
     return _Bench(tmp_path_factory.mktemp("bench"), model)
 
 
-@pytest.mark.parametrize("name", ["hazy", "pairs"])
-def test_a_changed_checkpoint_is_refused_or_unchanged_in_effect(bench: _Bench, name: str) -> None:
-    @FUZZ
-    @given(MUTATIONS)
-    def run(mutations: list) -> None:
-        path = bench.root / "changed.pt"
-        path.write_bytes(_mutate(bench.files[name], mutations))
-        out = bench.attempt(path)
-        assert out is None or torch.equal(stored_kv(out), bench.kv), "checksums cover every byte that counts"
-
-    run()
-
-
-@pytest.mark.parametrize("name", ["hazy", "pairs"])
-def test_a_changed_pickle_in_a_sound_archive_is_refused_or_read_as_torch_reads_it(bench: _Bench, name: str) -> None:
-    with zipfile.ZipFile(io.BytesIO(bench.files[name])) as archive:
-        entries = {entry: archive.read(entry) for entry in archive.namelist()}
-    pickled = next(entry for entry in entries if entry.endswith("data.pkl"))
+@pytest.mark.parametrize(
+    "name", ["hazy", "pairs", "hazy pickle", "pairs pickle", "adapter_model.safetensors", "adapter_config.json"]
+)
+def test_a_changed_file_is_refused_or_read_as_torch_and_safetensors_read_it(bench: _Bench, name: str) -> None:
+    """An archive's checksums cover every byte that counts, and an adapter's configuration holds no KV."""
+    bench.taken = 0
 
     @FUZZ
     @given(MUTATIONS)
     def run(mutations: list) -> None:
-        path = bench.root / "changed.pt"
-        with zipfile.ZipFile(path, "w") as archive:
-            for entry, data in entries.items():
-                archive.writestr(entry, _mutate(data, mutations) if entry == pickled else data)
-        bench.attempt(path)
-
-    run()
-
-
-@pytest.mark.parametrize("name", ["weights", "config"])
-def test_a_changed_adapter_is_refused_or_read_as_safetensors_reads_it(bench: _Bench, name: str) -> None:
-    file = bench.adapter / {"weights": "adapter_model.safetensors", "config": "adapter_config.json"}[name]
-
-    @FUZZ
-    @given(MUTATIONS)
-    def run(mutations: list) -> None:
-        file.write_bytes(_mutate(bench.files[name], mutations))
-        try:
-            out = bench.attempt(bench.adapter)
-        finally:
-            file.write_bytes(bench.files[name])
-        if out is not None and name == "config":
+        out = bench.attempt(bench.changed(name, mutations))
+        if out is not None and name in ("hazy", "pairs", "adapter_config.json"):
             assert torch.equal(stored_kv(out), bench.kv)
 
     run()
-    assert bench.taken, "nothing was ever taken: these tests would pass a reader that refuses everything"
+    assert bench.taken, "nothing was ever taken: this would pass a reader that refuses everything"
 
 
 @FUZZ
