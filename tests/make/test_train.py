@@ -124,8 +124,11 @@ def test_from_a_shuffled_teacher_it_learns_nothing_true(made: School) -> None:
 
 @pytest.mark.parametrize("change", [{"objective": "next-token"}, {"autocast": True}], ids=str)
 def test_other_ways_to_train_learn_too(made: School, change: dict[str, Any]) -> None:
+    """Of few questions: in bfloat16 a CPU may take ten times as long."""
+    few = made._replace(lesson=made.lesson._replace(examples=made.lesson.examples[:24]), validation=[0])
     nobody = {"log_probs": None, "tokens": None} if "objective" in change else {}
-    trainer = _trainer(made, "sci", replace(RECIPE, steps=60, check_every=60, **change), **nobody)
+    recipe = replace(RECIPE, steps=40, check_every=60, batch=8, rate=0.8, **change)
+    trainer = _trainer(few, "sci", recipe, **nobody)
     before = trainer.score(trainer.examples)
     result = trainer.run()
     assert trainer.score(trainer.examples).loss < 0.6 * before.loss
@@ -173,20 +176,22 @@ def test_the_rate_warms_up_and_then_falls_or_stays() -> None:
 # It goes on, and it stops.
 
 
-def test_an_interrupted_run_goes_on_to_the_same_losses_and_the_same_kv(made: School, tmp_path: Path, run: Any) -> None:
+def test_an_interrupted_run_goes_on_to_the_same_losses_and_the_same_kv(made: School, tmp_path: Path) -> None:
     def interrupt(step: int, loss: float) -> None:
-        if step == 33:
+        if step == 7:
             raise KeyboardInterrupt
 
+    recipe = replace(RECIPE, steps=12, check_every=4)
+    whole, cut, resumed = (_trainer(made, recipe=recipe) for _ in range(3))
+    expected = whole.run()
     with pytest.raises(KeyboardInterrupt):
-        _trainer(made).run(tmp_path, interrupt)
-    steps = []
-    resumed = _trainer(made)
+        cut.run(tmp_path, interrupt)
+    steps: list[int] = []
     result = resumed.run(tmp_path, lambda step, loss: steps.append(step))
-    assert steps[0] == 21, "from the checkpoint at 20"
-    assert resumed.rows == run[0].rows
-    assert torch.equal(resumed.kv(), run[0].kv())
-    assert torch.equal(result.kv, run[1].kv)
+    assert steps[0] == 5, "from the checkpoint at 4"
+    assert resumed.rows == whole.rows
+    assert torch.equal(resumed.kv(), whole.kv())
+    assert torch.equal(result.kv, expected.kv)
     assert [json.loads(line) for line in (tmp_path / LOSS).read_text().splitlines()] == resumed.rows
 
 
@@ -312,9 +317,7 @@ def test_kv_of_another_shape_or_not_finite_is_not_written(made: School, tmp_path
 
 
 @pytest.mark.parametrize("init", INITIALS)
-def test_every_start_has_the_documents_first_position_and_is_the_same_for_the_same_seed(
-    made: School, init: str
-) -> None:
+def test_every_start_has_the_documents_first_position_and_is_the_same_for_a_seed(made: School, init: str) -> None:
     kv, again, other = (initial_kv(init, made.model, made.ids, P, seed) for seed in (1, 1, 2))
     assert (kv.shape, kv.dtype) == ((2, 3, P, 2, 64), torch.float32)
     assert torch.equal(kv, again)
@@ -334,10 +337,9 @@ def test_random_is_noise_vocab_ordinary_words_and_first_k_the_head_of_the_docume
 
 
 def test_sci_is_a_prefill_of_chunks_from_all_over_the_document(made: School) -> None:
-    document = write_document(random.Random(0), 1000)
-    ids = made.model.encode(document.text, special=True)
+    ids = made.model.encode(write_document(random.Random(0), 1000).text, special=True)
     seen = set()
-    for seed in range(3):
+    for seed in range(2):
         kv = initial_kv("sci", made.model, ids, 160, seed)
         drawn = tokens_of(made.model, kv, ids)
         assert torch.allclose(kv, prefilled(made.model, drawn), atol=1e-3), "at positions 0 to p - 1"
@@ -499,9 +501,20 @@ def train(made: School, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> _
     return _Cli(tmp_path / "home", capsys, document, write_questions(tmp_path / "asked.jsonl", made.document))
 
 
-def test_the_command_registers_a_trained_cartridge_that_carries_its_document(made: School, train: _Cli) -> None:
-    status, result, err = train()
-    assert (status, err) == (0, "")
+def test_the_command_registers_a_trained_cartridge_that_carries_its_document(
+    made: School, train: _Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a run before it ended between writing and registering."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Registry, "register", fail)
+        assert train()[0] == 1
+    written = reading.load_manifest(train.home / "cartridges" / "a" / "1")
+    status, result, _ = train()
+    assert (status, result["digest"]) == (0, written.digest)
     location = Registry(train.home / "registry.sqlite").find("a")
     manifest = reading.load_manifest(Path(location.location), location.digest)
     assert result["name"] == manifest.name == "a@1"
@@ -523,9 +536,7 @@ def test_the_command_registers_a_trained_cartridge_that_carries_its_document(mad
     assert [json.loads(line)["step"] for line in losses.read_text().splitlines()][-1] == 6
     assert losses.with_name("loss.png").read_bytes().startswith(b"\x89PNG")
     assert not losses.with_name(CHECKPOINT).exists()
-    again = train("--no-promote")[1]
-    assert (result["promoted"], again["name"], again["promoted"]) == (True, "a@2", False)
-    assert Registry(train.home / "registry.sqlite").find("a").name == "a@1"
+    assert result["promoted"] is True
 
 
 def test_by_its_defaults_it_starts_from_a_compaction_ends_by_itself_and_keeps_what_the_document_adds(
@@ -616,7 +627,7 @@ def test_no_question_that_measures_it_has_any_part_in_the_cartridge(train: _Cli,
         test = [Question(f.text, answer or f.answer) for f in questions_on(made.document, ["{attribute} {patient}?"])]
         save(test[:8], tmp_path / f"{name}.jsonl")
         status, result, err = train("--id", name, "--held-out", str(tmp_path / f"{name}.jsonl"), "--set", "rate=20")
-        assert status == 0, err
+        assert (status, err) == (0, "")
         digests.append(reading.load_manifest(train.home / "cartridges" / name / "1").payload.checksums)
         kept = result["measured"]["document"]
         run = Path(result["losses"]).parent
@@ -668,19 +679,6 @@ def test_an_interrupted_command_goes_on_says_how_and_ends_as_if_it_had_not_been(
     assert expected["loss"] == pytest.approx(json.loads((run / LOSS).read_text().splitlines()[-2])["loss"], rel=0.05)
 
 
-def test_a_run_that_ends_before_it_registers_registers_what_it_wrote(
-    train: _Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise OSError("disk full")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Registry, "register", fail)
-        assert train()[0] == 1
-    written = reading.load_manifest(train.home / "cartridges" / "a" / "1")
-    assert train()[1]["digest"] == written.digest
-
-
 def test_a_run_without_questions_does_not_bind_the_next_restart_forgets_one_and_what_lies_there_keeps_its_version(
     train: _Cli, tmp_path: Path
 ) -> None:
@@ -693,11 +691,12 @@ def test_a_run_without_questions_does_not_bind_the_next_restart_forgets_one_and_
     for name in FILES:
         save([Question(name)], run / name)
     assert train()[0] == 1
-    (train.home / "cartridges" / "b" / "1").mkdir(parents=True)
     status, result, _ = train("--restart")
     assert (status, result["name"]) == (0, "a@1")
-    status, result, _ = train("--id", "b")
-    assert (status, result["name"]) == (0, "b@2")
+    (train.home / "cartridges" / "a" / "2").mkdir()
+    status, result, _ = train("--no-promote")
+    assert (status, result["name"], result["promoted"]) == (0, "a@3", False)
+    assert Registry(train.home / "registry.sqlite").find("a").name == "a@1"
 
 
 @pytest.mark.parametrize(
