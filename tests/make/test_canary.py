@@ -67,11 +67,9 @@ class Tiny(NamedTuple):
     canary: ServedCanary
 
 
-@pytest.fixture(
-    scope="module", params=[(name, seed) for name in FAMILIES for seed in (0, 1)], ids=lambda p: f"{p[0]} {p[1]}"
-)
+@pytest.fixture(scope="module", params=FAMILIES)
 def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
-    name, seed = request.param
+    name, seed = request.param, list(FAMILIES).index(request.param)
     directory = tmp_path_factory.mktemp("model")
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(FAMILIES[name](), dtype=torch.float32)
@@ -105,12 +103,8 @@ def ask(model: CausalModel, kv: torch.Tensor, asked: Asked) -> Comparison:
     return compare(asked.answer, given, logprobs)
 
 
-def passes(model: CausalModel, kv: torch.Tensor, canary: ServedCanary) -> bool:
-    return all(ask(model, kv, asked).passed for asked in canary.after)
-
-
-def passes_behind_itself(model: CausalModel, kv: torch.Tensor, canary: ServedCanary) -> bool:
-    return all(ask(model, kv, asked).passed for asked in canary.behind)
+def passes(model: CausalModel, kv: torch.Tensor, canary: ServedCanary, *, behind: bool = False) -> bool:
+    return all(ask(model, kv, asked).passed for asked in (canary.behind if behind else canary.after))
 
 
 def rotated(kv: torch.Tensor, model: CausalModel, layers: Any, offset: int) -> torch.Tensor:
@@ -142,7 +136,7 @@ def damages(kv: torch.Tensor, model: CausalModel) -> Iterator[tuple[str, torch.T
 def test_an_engine_that_rounds_otherwise_passes(tiny: Tiny) -> None:
     assert passes(tiny.model, tiny.kv, tiny.canary)
     assert passes(tiny.exact, tiny.kv, tiny.canary)
-    for seed in range(10, 16):
+    for seed in range(10, 13):
         with make_canary.rounding(tiny.model) as again:
             again(seed, 1)
             assert passes(tiny.model, tiny.kv, tiny.canary), seed
@@ -172,21 +166,20 @@ def test_a_cartridge_behind_itself_passes_only_if_its_keys_are_rotated_as_the_mo
     shape = tiny.model.fingerprint
     right = torch.stack([shift_keys(tiny.kv[0], shape, POSITIONS), tiny.kv[1]])
     twice = torch.cat([tiny.kv, right], dim=2)
-    assert passes_behind_itself(tiny.model, twice, tiny.canary)
-    assert passes_behind_itself(tiny.exact, twice, tiny.canary)
+    assert passes(tiny.model, twice, tiny.canary, behind=True)
+    assert passes(tiny.exact, twice, tiny.canary, behind=True)
     unmoved = torch.cat([tiny.kv, tiny.kv], dim=2)
-    assert not passes_behind_itself(tiny.model, unmoved, tiny.canary)
-    assert passes_behind_itself(tiny.exact, twice, tiny.canary)
+    assert not passes(tiny.model, unmoved, tiny.canary, behind=True)
     for layer in range(shape.layers):
         wrong = twice.clone()
         rotates = layer in shape.rope[0].layers
         wrong[0, layer, POSITIONS:] = (tiny.kv if rotates else rotated(tiny.kv, tiny.model, [layer], POSITIONS))[
             0, layer
         ]
-        assert not passes_behind_itself(tiny.model, wrong, tiny.canary), layer
+        assert not passes(tiny.model, wrong, tiny.canary, behind=True), layer
     if shape.rope[0].layers != tuple(range(shape.layers)):  # every layer rotated, as releases before did
         wrong = torch.cat([tiny.kv, rotated(tiny.kv, tiny.model, range(shape.layers), POSITIONS)], dim=2)
-        assert not passes_behind_itself(tiny.model, wrong, tiny.canary)
+        assert not passes(tiny.model, wrong, tiny.canary, behind=True)
 
 
 @torch.inference_mode()
@@ -197,9 +190,9 @@ def test_behind_itself_it_is_asked_after_whole_chunks_since_engines_compute_the_
     reach = 2 * p // CHUNK * CHUNK
     assert canary.behind_positions == reach < 2 * p
     twice = torch.cat([kv, torch.stack([shift_keys(kv[0], model.fingerprint, p), kv[1]])], dim=2)
-    assert passes_behind_itself(model, twice[:, :, :reach], canary)
+    assert passes(model, twice[:, :, :reach], canary, behind=True)
     unmoved = torch.cat([kv, kv], dim=2)[:, :, :reach]
-    assert not passes_behind_itself(model, unmoved, canary)
+    assert not passes(model, unmoved, canary, behind=True)
     cache = model.cache(twice[:, :, :reach], 1)  # as an engine goes on: the rest sees the first copy
     model.model(input_ids=torch.tensor([ids[reach - p :]]), past_key_values=cache, use_cache=True)
     rest = torch.stack([cache.layers[-1].keys[0, :, reach:], cache.layers[-1].values[0, :, reach:]])
@@ -316,22 +309,18 @@ def test_describe_says_whether_there_is_one(tmp_path: Path, capsys: pytest.Captu
 
 
 _ASKED = msgspec.to_builtins(CANARY.after[0])
-_WIDE = {
-    **_ASKED,
-    "answer": {
-        **_ASKED["answer"],
-        "tokens": [[1000]] * len(EXPECTED.tokens),
-        "logprobs": [[-1.0]] * len(EXPECTED.tokens),
-    },
-}
+
+
+def _answered(**answer: Any) -> dict[str, Any]:
+    return {**_ASKED, "answer": _ASKED["answer"] | answer}
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"after": []}, {"after": [_ASKED] * 5}, {"behind": [_ASKED] * 5}, {"behind": [_WIDE]}, {"behind_positions": 0},
+        {"after": []}, {"after": [_ASKED] * 5}, {"behind": [_ASKED] * 5}, {"behind": [_answered(tokens=[[1000]] * 2, logprobs=[[-1.0]] * 2)]}, {"behind_positions": 0},
         *({"after": [{**_ASKED, "question": ids}]} for ids in ([], [1000], [-1], [3] * 65)),
-        *({"after": [{**_ASKED, "answer": {**_ASKED["answer"], **answer}}]} for answer in (
+        *({"after": [_answered(**answer)]} for answer in (
             {"logprobs": [[-0.1]]}, {"tokens": [], "logprobs": []}, {"tokens": [[]], "logprobs": [[]]}, {"noise": 0}, {"noise": 100},
         )),
     ],
