@@ -76,7 +76,7 @@ class Home:
         engine = make_engine(fingerprint or make_fingerprint(), **engine)
         heads = len(rank_heads(engine.fingerprint.kv_heads, engine.rank, engine.world)) / engine.fingerprint.kv_heads
         budget = int(chunks * engine.chunk_tokens * engine.fingerprint.token_bytes * heads)
-        # What few tests are about, `test_trust.py` first of all, is whom this engine trusts.
+        # What few tests are about, `engine/test_trust.py` first of all, is whom this engine trusts.
         given = {"home": self.path, "cpu_bytes": budget, "lookup_timeout_s": 20, "plain_prompts": "all"}
         given |= settings or {}
         store = CartridgeStore(Settings(**given), engine, Trust, clock=clock)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import torch
 
 from lmcache_cartridge.artifact import reading
 from lmcache_cartridge.artifact.manifest import Manifest
-from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.cli.recall import MODEL_DIR, SHEETS_DIR
 from lmcache_cartridge.engine.contract import CAPTURE
 from lmcache_cartridge.errors import CanaryFailed, CartridgeError, SourceError
@@ -31,7 +29,7 @@ def model() -> CausalModel:
 
 @pytest.fixture(scope="module")
 def ids(model: CausalModel) -> list[int]:
-    found = model.encode((SHEETS_DIR / "ward-a.txt").read_text(), special=True)
+    found = model.encode((SHEETS_DIR / "ward-a.txt").read_text(), special=True)[:600]
     assert len(found) % TOKENS and len(found) > 2 * TOKENS
     return found
 
@@ -45,6 +43,7 @@ class FakeServer:
         self, model: CausalModel, damage: Callable[[torch.Tensor], Any] = lambda kv: kv, copies: int = 1
     ) -> None:
         self._model, self._damage, self._copies, self.cached = model, damage, copies, 0
+        self._kv: Any = None
         self.asked: dict[str, Any] = {}
         self.fingerprint = model.fingerprint
 
@@ -63,8 +62,10 @@ class FakeServer:
         assert (body["name"],) * 2 == (self.asked["cache_salt"], self.asked["kv_transfer_params"][CAPTURE])
         assert body["token_ids"] == self.asked["prompt"][:-1] and len(body["token_ids"]) % TOKENS == 0
         first = body["chunk"] * TOKENS
-        kv = torch.cat(list(self._model.prefill(body["token_ids"], TOKENS)), dim=2)[:, :, first : first + TOKENS]
-        raw = bytes(pack(self._damage(kv), self._model.fingerprint))
+        if self._kv is None:
+            self._kv = torch.cat(list(self._model.prefill(body["token_ids"], TOKENS)), dim=2)
+        kv = self._damage(self._kv[:, :, first : first + TOKENS])
+        raw = bytes(pack(kv, self._model.fingerprint))
         heads = [raw[i : i + len(raw) // 2] for i in (0, len(raw) // 2)]
         return b"".join(head for head in heads for _ in range(self._copies))
 
@@ -145,23 +146,3 @@ def test_a_server_that_found_some_of_the_text_is_refused(model: CausalModel, ids
 def test_a_conversation_is_rendered_by_the_server(model: CausalModel) -> None:
     server: Any = FakeServer(model)
     assert capture.conversation_ids(server, [{"role": "user", "content": "x"}]) == model.encode("x", special=True)
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ([], "takes one of --document"), (["--messages", "m.json"], "m.json has 0 messages"),
-        (["--document", "m.json", "--messages", "m.json", "--url", "http://x"], "takes one of --document"),
-        (["--document", "m.json", "--url", "http://x", "--compact", "4x"], "--compact excludes"),
-        (["--messages", "none.json", "--url", "http://x"], "does not exist"),
-        (["--document", "m.json", "--no-compare"], "--no-compare needs --url"),
-        (["--document", "m.json", "--compact", "4x", "--no-compare"], "--compact excludes"),
-    ],
-)  # fmt: skip
-def test_options_that_do_not_go_together_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: list[str], reason: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "m.json").write_text(json.dumps([]))
-    assert main(["build", "--home", str(tmp_path), "--model", str(MODEL_DIR), "--id", "a", *options])
-    assert reason in capsys.readouterr().err
