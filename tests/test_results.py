@@ -42,15 +42,24 @@ def test_the_smallest_form_leaves_the_projects_results_alone() -> None:
     assert report.Benchmark("benchmarks/none.py", "None.", ("memory",)).start([]).out == report.RESULTS
 
 
+@pytest.fixture(scope="module")
+def record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    directory = tmp_path_factory.mktemp("results")
+    return json.loads((directory / _run(directory)[1]).read_text())
+
+
 @pytest.mark.parametrize("change", [
     {"machine": None}, {"versions": {}}, {"command": ""}, {"commit": ""}, {"digest": ""}, {"measures": []}, {"figures": []}, {"surprise": 1},
 ])  # fmt: skip
-def test_a_result_that_does_not_say_what_it_is_of_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
-    _, name = _run(tmp_path)
-    record = json.loads((tmp_path / name).read_text())
-    (tmp_path / name).write_text(json.dumps(record | change))
-    with pytest.raises(report.NotAResult, match=name):
-        report.read(tmp_path / name)
+def test_a_result_that_does_not_say_what_it_is_of_is_refused(
+    tmp_path: Path, record: dict[str, Any], change: dict[str, Any]
+) -> None:
+    path = tmp_path / "none.json"
+    path.write_text(json.dumps(record))
+    report.read(path)
+    path.write_text(json.dumps(record | change))
+    with pytest.raises(report.NotAResult, match=path.name):
+        report.read(path)
 
 
 def test_a_measure_that_is_not_there_is_refused(tmp_path: Path) -> None:

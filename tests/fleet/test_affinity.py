@@ -36,7 +36,7 @@ CHAINS = st.lists(IDS, min_size=1, max_size=4)
 
 
 @given(ids=CHAINS, data=st.data())
-@examples(max_examples=500, deadline=None, derandomize=True, database=None)
+@examples(max_examples=120, deadline=None, derandomize=True, database=None)
 def test_every_way_of_naming_the_same_gives_the_same_key(ids: list[str], data: st.DataObject) -> None:
     def versioned() -> list[str]:
         return [one + data.draw(VERSIONS) for one in ids]
@@ -82,7 +82,7 @@ _HEADERS = st.lists(st.text(st.sampled_from("ab@1, \tz:/"), max_size=12) | IDS, 
 @given(
     _BODIES, _HEADERS, st.sampled_from(["explicit", "label", "composite", "static"]), st.sampled_from([None, "sk-1"])
 )
-@examples(max_examples=2000, deadline=None, derandomize=True, database=None)
+@examples(max_examples=400, deadline=None, derandomize=True, database=None)
 def test_the_key_is_of_the_cartridges_that_a_server_would_take(
     body: dict[str, Any], header: list[str], router: Any, api_key: str | None
 ) -> None:
