@@ -37,6 +37,8 @@ from lmcache_cartridge.make.train.packing import Example
 torch.set_num_threads(1)
 
 P4, P16, P32 = 128, 32, 16
+SINGLE = ("--dtype", "float32")
+"""In bfloat16 a processor may take several times as long; one test has the model in its own dtype."""
 
 
 class Sheet(NamedTuple):
@@ -349,8 +351,8 @@ def test_build_compact_and_compact_of_what_was_built_are_the_same_but_for_roundi
     sheet: Sheet, home: Home, capsys: pytest.CaptureFixture[str]
 ) -> None:
     document = ("--document", str(home.directory / "sheet.txt"), "--chunk-size", "64")
-    how = ("--questions", str(home.directory / "questions.jsonl"))
-    home.run(capsys, "build", *document, "--id", "whole")
+    how = ("--questions", str(home.directory / "questions.jsonl"), *SINGLE)
+    home.run(capsys, "build", *document, "--id", "whole", *SINGLE)
     shown = home.run(capsys, "build", *document, "--id", "at-once", "--compact", "4x", *how)
     assert shown["positions"] == P4 and shown["measured"]["count"] == len(sheet.questions) // 10
     later = ("--id", "later", "--compact", str(P4), "--payload", "int8")
@@ -362,7 +364,7 @@ def test_build_compact_and_compact_of_what_was_built_are_the_same_but_for_roundi
         assert manifest.provenance.tool.endswith(f" {tool}") and about is not None and about.queries == "questions"
         assert (manifest.document.count, manifest.positions) == (len(sheet.ids), P4)
         assert sheet.exact(kv) >= 0.97, name
-    assert home.read("later")[0].payload_bytes < 0.7 * home.read("at-once")[0].payload_bytes
+    assert home.read("later")[0].payload_bytes < 0.35 * home.read("at-once")[0].payload_bytes
     assert home.read("later")[0].provenance.origin is not None
     again = ("build", "--from", "later", "--model", MODEL, "--id", "t", "--compact", "8x")
     assert main([*again, "--home", str(home.directory)]) == 1
@@ -375,7 +377,8 @@ def test_that_start_is_refined_and_trained_at_a_rate_of_its_own(
     """At 32x, where what is fitted in closed form answers too little."""
     common = ("train", "--document", str(home.directory / "sheet.txt"), "--chunk-size", "16", "--compress", str(P32),
               "--questions", str(home.directory / "questions.jsonl"), "--init", "compact", "--accept", "0",
-              "--set", "answer_tokens=4", "--set", "patience=0", "--set", "check_every=20", "--set", "schedule=cosine")  # fmt: skip
+              "--set", "answer_tokens=4", "--set", "patience=0", "--set", "check_every=20", "--set", "schedule=cosine",
+              *SINGLE)  # fmt: skip
     closed = make(sheet.model, sheet.kv, sheet.ids, Wanted(P32, split(sheet.questions).fit)).kv
     home.run(capsys, *common, "--id", "start", "--steps", "1", "--set", "rate=1e-6")
     home.run(capsys, *common, "--id", "trained", "--steps", "40")
