@@ -10,7 +10,7 @@ from typing import NamedTuple
 import httpx
 import pytest
 from lessons import write_questions
-from recall.ward import Fact, ask, encode, write_document
+from recall.ward import Document, Fact, ask, encode, write_document
 from serving import SERVER_ARGS
 from wards import MODEL
 
@@ -47,8 +47,9 @@ class Served(NamedTuple):
         return reply.json()["choices"][0]["text"].strip() == fact.value
 
 
-@pytest.fixture(scope="module", params=["in-process", "multiprocess"])
-def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Document]:
+    """Return a home with what `MADE` has, and the sheet that it is of."""
     home: Path = tmp_path_factory.mktemp("home")
     document = write_document(random.Random("compact served"), 1024)
     (home / "sheet.txt").write_text(document.text)
@@ -57,13 +58,19 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         command = ("build", "--model", MODEL, "--document", str(home / "sheet.txt"), "--id", name, "--home", str(home))
         how = ("--questions", str(questions), "--chunk-size", str(CHUNK), "--format", "json", *options)
         assert main([*command, *how]) == 0
+    return home, document
+
+
+@pytest.fixture(scope="module", params=["in-process", "multiprocess"])
+def served(request: pytest.FixtureRequest, made: tuple[Path, Document]) -> Iterator[Served]:
+    home, document = made
     settings = from_mapping({"home": home, "cpu_bytes": 64 << 20})
     launch = plan(
         MODEL, settings, chunk_tokens=CHUNK, on_load_failure="fail", vllm_args=[*SERVER_ARGS, "--block-size", str(CHUNK)], mode=request.param
     )  # fmt: skip
     with ServerProcess(launch, home / "server.log") as server, httpx.Client(base_url=server.url, timeout=120) as http:
-        made = load_manifest(home / "cartridges" / "shortest" / "1").provenance.compaction
-        yield Served(http, document.facts[::3], made.refine > 0)
+        shortest = load_manifest(home / "cartridges" / "shortest" / "1").provenance.compaction
+        yield Served(http, document.facts[::3], shortest.refine > 0)
 
 
 @pytest.mark.parametrize("cartridge", MADE)

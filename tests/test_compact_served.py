@@ -44,8 +44,13 @@ class Served(NamedTuple):
         return reply.json()["choices"][0]["text"].strip() == fact.value
 
 
-@pytest.fixture(scope="module", params=["in-process", "multiprocess"])
-def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+class Made(NamedTuple):
+    home: Path
+    facts: dict[str, tuple[Fact, ...]]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     """Two compacted cartridges of sheets without a patient in common, and one that was trained alone."""
     home: Path = tmp_path_factory.mktemp("home")
     facts = {}
@@ -56,26 +61,18 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         common = ("--model", MODEL, "--document", str(home / f"{name}.txt"), "--home", str(home), "--questions",
                   str(write_questions(home / f"{name}.jsonl", document)), "--format", "json")  # fmt: skip
         assert main(["build", *common, "--id", name, "--compact", "4x"]) == 0
-    train = (
-        "train",
-        *common,
-        "--id",
-        "trained",
-        "--compress",
-        "4x",
-        "--steps",
-        "2",
-        "--set",
-        "rate=0.1",
-        "--accept",
-        "0",
-    )
-    assert main([*train, "--set", "answer_tokens=4"]) == 0
-    refuses = request.param == "multiprocess"
+    train = ["train", *common, "--id", "trained", "--compress", "4x", "--steps", "2", "--accept", "0"]
+    assert main([*train, "--set", "rate=0.1", "--set", "answer_tokens=4"]) == 0
+    return Made(home, facts)
+
+
+@pytest.fixture(scope="module", params=["in-process", "multiprocess"])
+def served(request: pytest.FixtureRequest, made: Made) -> Iterator[Served]:
+    home, refuses = made.home, request.param == "multiprocess"
     settings = from_mapping({"home": home, "cpu_bytes": 64 << 20, "on_made_alone": "error" if refuses else "notice"})
     launch = plan(MODEL, settings, on_load_failure="fail", vllm_args=SERVER_ARGS, mode=request.param)
     with ServerProcess(launch, home / "server.log") as server, httpx.Client(base_url=server.url, timeout=120) as http:
-        yield Served(http, facts, refuses)
+        yield Served(http, made.facts, refuses)
 
 
 def test_a_quarter_of_the_positions_answers_wordings_it_was_not_made_with(served: Served) -> None:
