@@ -6,12 +6,17 @@ import atexit
 import itertools
 import os
 import shutil
+import subprocess
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from forking import Parent
 from homes import clock, home, opened  # noqa: F401
 from s3 import bucket, moto_server, proxy, s3_credentials, s3_kind, s3_server  # noqa: F401
+
+from lmcache_cartridge.serve import launch, processes
 
 CACHE = "LMCACHE_CARTRIDGE_CACHE"
 # No test, nor a server that it starts, uses the download cache of the person who runs it.
@@ -26,3 +31,11 @@ os.environ.setdefault("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "60")
 def own_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give each test a download cache of its own: artefacts of one test may be those of another, to the byte."""
     monkeypatch.setenv(CACHE, str(Path(os.environ[CACHE]) / str(next(_caches))))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_servers() -> None:
+    """Have `ServerProcess` fork the servers of tests where that comes to the same as starting them."""
+    environment = {"VLLM_NO_USAGE_STATS": "1", "VLLM_PLUGINS": launch.allowed_plugins()}
+    parent = Parent({**processes.SMALL, **os.environ, **environment})
+    processes.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": parent.popen})  # type: ignore[assignment]

@@ -1,0 +1,180 @@
+"""Servers of tests, forked from a process that has imported vLLM: imports are three quarters of a start's processor time.
+
+What is forked runs the same program with the same arguments and environment, and differs from a start by command in nothing but
+when modules were imported, and that the engine and its workers are forked in turn. A server whose environment changes what is imported is started as users start it, and so are all
+that commands start (`serve`, `demo`, those of the pages).
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import json
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+ENTRY = "vllm.entrypoints.launchers.api_server.entry"
+PAIR = "lmcache_cartridge.serve.processes"
+PRELOADED = (
+    ENTRY,
+    "vllm.v1.engine.async_llm",
+    "vllm.v1.executor.uniproc_executor",
+    "vllm.v1.worker.cpu_worker",
+)
+_READ_LATE = ("AWS_", "LMCACHE_", "PYTEST_", "OMP_NUM_THREADS", "VLLM_HTTP_", "VLLM_ENABLE_V1_MULTIPROCESSING")
+"""How variables begin that nothing reads while it is imported."""
+
+
+class Forked:
+    """A forked process, as far as a `subprocess.Popen` is used here."""
+
+    def __init__(self, command: list[str], pid: int, ask: Callable[[int], int | None]) -> None:
+        self.args, self.pid, self.returncode, self._ask = command, pid, None, ask
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = self._ask(self.pid)
+        return self.returncode
+
+    def wait(self, timeout: float = float("inf")) -> int | None:
+        deadline = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(self.args, timeout)
+            time.sleep(0.02)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+class Parent:
+    """The process that servers are forked from, started for the first of them, whose `environment` is theirs."""
+
+    def __init__(self, environment: dict[str, str]) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen | None = None
+        self._environment = environment
+
+    def popen(self, command: list[str], **options: Any) -> Any:
+        """Do what `subprocess.Popen` does, by a fork where that comes to the same."""
+        environment = options.get("env")
+        if command[:2] != [sys.executable, "-m"] or command[2] not in (ENTRY, PAIR) or environment is None:
+            return subprocess.Popen(command, **options)
+        if _read_early(environment) != _read_early(self._environment):
+            return subprocess.Popen(command, **options)
+        pid = self._ask({"command": command, "environment": environment, "log": options["stdout"].name})
+        return Forked(command, pid, lambda pid: self._ask({"poll": pid}))
+
+    def _ask(self, question: dict[str, Any]) -> Any:
+        with self._lock:
+            if self._process is None:
+                command, pipe = [sys.executable, __file__], subprocess.PIPE
+                self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=self._environment, text=True)
+                atexit.register(self.close)
+            assert self._process.stdin is not None and self._process.stdout is not None
+            self._process.stdin.write(json.dumps(question) + "\n")
+            self._process.stdin.flush()
+            return json.loads(self._process.stdout.readline())
+
+    def close(self) -> None:
+        """End it, and what it forked and still runs."""
+        assert self._process is not None and self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def _read_early(environment: dict[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if not name.startswith(_READ_LATE)}
+
+
+def main() -> None:
+    """Fork a server for each line of standard input that has a command; at the input's end kill those that still run."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    for name in PRELOADED:
+        importlib.import_module(name)
+    running: set[int] = set()
+    for line in sys.stdin:
+        question = json.loads(line)
+        if "poll" in question:
+            status = _status(question["poll"])
+            running -= {question["poll"]} if status is not None else set()
+            print(json.dumps(status), file=answers)
+        elif pid := os.fork():
+            running.add(pid)
+            print(json.dumps(pid), file=answers)
+        else:
+            answers.close()
+            os.setsid()
+            log = os.open(question["log"], os.O_WRONLY | os.O_APPEND)
+            for old, new in ((os.open(os.devnull, os.O_RDONLY), 0), (log, 1), (log, 2)):
+                os.dup2(old, new)
+            os.environ.clear()
+            os.environ.update(question["environment"])
+            _run(question["command"])
+    for pid in running:
+        with suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+
+
+def _status(pid: int) -> int | None:
+    done, status = os.waitpid(pid, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if done else None
+
+
+def _popen(command: list[str], *, process_group: int, preexec_fn: Callable[[], None]) -> Forked:
+    """Fork a server from the program that runs a pair of them."""
+    if pid := os.fork():
+        return Forked(command, pid, _status)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    os.setpgid(0, process_group)
+    preexec_fn()
+    return _run(command)
+
+
+def _run(command: list[str]) -> NoReturn:
+    """Run `python -m MODULE ARGUMENTS` and end this process as Python would."""
+    _, _, module, *arguments = command
+    status = 1
+    method = multiprocessing.get_context("fork")
+    multiprocessing.get_context = lambda *_: method  # on a CPU vLLM starts its engine and workers as new programs
+    sys.argv = [str(Path(importlib.util.find_spec(module).origin)), *arguments]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        if module == PAIR and arguments[0] != "server":
+            processes = importlib.import_module(PAIR)
+            processes.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": _popen})
+            sys.exit(processes.run_pair(json.loads(arguments[0]), arguments[1:]))
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        status = 0
+    except SystemExit as ended:
+        if isinstance(ended.code, str):
+            print(ended.code, file=sys.stderr)
+        status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        threading._shutdown()
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    main()
