@@ -169,7 +169,8 @@ def test_the_keeper_complains_now_and_then_and_goes_on(home: Home, caplog: pytes
     with caplog.at_level(logging.WARNING, "lmcache_cartridge.library.workers"):
         before = noted()
         until(lambda: noted() > before + 8)
-    assert 3 <= len(caplog.records) <= 5  # of nine and more
+        count = noted() - before
+    assert 3 <= len(caplog.records) <= count.bit_length() + 1 < count  # at its first time, its second, fourth and so on
     assert caplog.records[0].getMessage() == f"cartridge-read goes on: registry {home.registry.path} is gone"
     away.rename(home.registry.path)
     home.make("later", seed=2)
