@@ -1,8 +1,8 @@
 """Servers of tests, forked from a process that has imported vLLM: imports are three quarters of a start's processor time.
 
 What is forked runs the same program with the same arguments and environment, and differs from a start by command in nothing but
-when modules were imported, and that the engine and its workers are forked in turn. A server whose environment changes what is imported is started as users start it, and so are all
-that commands start (`serve`, `demo`, those of the pages).
+when modules were imported, and that the engine and its workers are forked in turn. A server whose environment changes what is
+imported is started as users start it, and so are all that commands start (`serve`, `demo`, those of the pages).
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ PRELOADED = (
     "vllm.v1.executor.uniproc_executor",
     "vllm.v1.worker.cpu_worker",
 )
-_READ_LATE = ("AWS_", "LMCACHE_", "PYTEST_", "OMP_NUM_THREADS", "VLLM_HTTP_", "VLLM_ENABLE_V1_MULTIPROCESSING")
+_READ_LATE = (
+    "AWS_", "LMCACHE_", "OMP_NUM_THREADS", "PYTEST_", "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_CPU_OMP_THREADS_BIND",
+    "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_HTTP_", "VLLM_SERVER_DEV_MODE",
+)  # fmt: skip
 """How variables begin that nothing reads while it is imported."""
 
 

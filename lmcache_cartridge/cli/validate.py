@@ -82,7 +82,7 @@ def validate(
 
     wanted = suite.default(model=bool(model), own=url is None) if tier is None else suite.read_tiers(tier)
     chosen: list[Any] = [mode for mode in modes.split(",") if mode]
-    if not chosen or any(mode not in MODES for mode in chosen) or len(set(chosen)) < len(chosen):
+    if not 0 < len(set(chosen) & set(MODES)) == len(chosen):
         raise SettingsError(f"--modes {modes}: write one or two of {', '.join(MODES)}")
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cartridge-validate-")))
@@ -90,7 +90,7 @@ def validate(
             if url is None:
                 context = _started(stack, scratch, model, chosen, chunk_size, shlex.split(vllm))
             else:
-                names = [each for each in cartridges.split(",") if each]
+                names = cartridges.split(",") if cartridges else []
                 context = _running(stack, url, server_model, model, names, chunk_size, progress)
             context.measure(progress)
         rows = suite.Suite(context, wanted, modes=chosen, say=say).run()
@@ -159,7 +159,9 @@ def _running(
     client = stack.enter_context(Server(url, server_model))
     if not models:
         return Context(client, existing(client, names))
-    maker = maker_of(lambda: load_model(models[0]), settings_of(), chunk, progress=progress)
+    maker = maker_of(
+        lambda: load_model(models[0], max_model_len=client.max_model_len()), settings_of(), chunk, progress=progress
+    )
     stack.callback(maker.clear)
     return Context(client, maker.three(), maker=maker, static=_static)
 

@@ -85,12 +85,12 @@ def write_trained(
     questions: Sequence[list[int]] = (),
     progress: Progress = silent,
 ) -> Manifest:
-    """Write canonical KV `[2, L, p, H, D]` of any dtype as a trained cartridge, as `write_kv` does.
+    """Write canonical KV `[planes, L, p, H, D]` of any dtype as a trained cartridge, as `write_kv` does.
 
     It is rounded to the model's dtype. Raises `ArtifactError` for KV of another shape, or not finite.
     """
     shape = model.fingerprint
-    expected = (2, shape.layers, kv.shape[2] if kv.ndim == 5 else 0, shape.kv_heads, shape.head_size)
+    expected = (shape.planes, shape.layers, kv.shape[2] if kv.ndim == 5 else 0, shape.kv_heads, shape.head_size)
     if tuple(kv.shape) != expected:
         raise ArtifactError(f"cartridge {cartridge_id}: KV of shape {tuple(kv.shape)} for a model of {expected}")
     kv = rounded(kv, shape)

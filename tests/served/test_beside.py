@@ -11,9 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
-from families import FAMILIES, make_model, write
 from processor import noise
 from serving import (
     Client,
@@ -26,7 +24,6 @@ from serving import (
 )
 
 from lmcache_cartridge.cli.recall import MODEL_DIR, load_sheet
-from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.serve.processes import SMALL
 from lmcache_cartridge.settings import Settings, from_mapping
@@ -121,24 +118,3 @@ def test_each_of_several_engines_answers_from_cartridges(home: Home, tmp_path: P
             r'^vllm:request_success_total\{engine="(\d)",finished_reason="(?:stop|length)".*\} (.*)$', metrics, re.M
         )
         assert {engine for engine, count in finished if float(count)} == {"0", "1"}, "one of them had nothing to do"
-
-
-def test_stages_are_served_by_lmcaches_server_too_where_they_are_of_one_size(tmp_path: Path) -> None:
-    """Random weights of four layers: what is compared is the distribution after the document and after the cartridge."""
-    path = make_model(tmp_path / "model", FAMILIES["llama"]())
-    settings, model = from_mapping({"home": tmp_path / "home", "cpu_bytes": 64 << 20}), CausalModel(str(path))
-    documents = {name: [int(i) for i in np.random.default_rng(number).integers(5, 600, 768)] for number, name in
-                 enumerate(("a", "b"))}  # fmt: skip
-    for name, ids in documents.items():
-        write(model, settings.cartridges_dir / name, ids)
-        Registry(settings.registry_path).register(settings.cartridges_dir / name)
-    options = ["--max-model-len", "4096", *STAGES, "--dtype", "float32"]
-    with serving(settings, tmp_path / "log", str(path), *options, environment=PARALLEL, mode="multiprocess") as client:
-        own, found = list(range(400, 410)), {}
-        for name, ids in documents.items():
-            found[name] = client.ask_with([name], own)
-            assert found[name].cached_tokens == 768
-            found[name, "computed"] = client.computed(ids + own)
-        assert difference(found["a"], found["a", "computed"]) < 1e-2
-        assert difference(found["b"], found["b", "computed"]) < 1e-2
-        assert difference(found["a"], found["b"]) > 0.5, "nobody could tell the documents apart"

@@ -33,7 +33,7 @@ from lmcache_cartridge.settings import Settings, from_mapping
 CHUNK = 256
 SECRET = "no-one-may-see-this-9f3c"
 NOISE = noise(0.25)
-"""As in test_end_to_end."""
+"""As in the matrix."""
 KINDS = {"doc": "prefill", "other": "prefill", "trained": "trained"}
 _salts = (f"tenant-{number}" for number in count())
 
@@ -80,7 +80,7 @@ def _serving(home: Path, wards: dict[str, Ward], model: CausalModel, **launch: A
         else:
             _build(model, settings, name, wards[name])
     planned = plan(MODEL, settings, mode="multiprocess", vllm_args=SERVER_ARGS, **launch)
-    environment = SMALL | {"VLLM_SERVER_DEV_MODE": "1"}
+    environment = SMALL | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_COLOR": "0"}  # so it is started by command
     with (
         ServerProcess(planned, home / "server.log", environment=environment) as server,
         httpx.Client(base_url=server.url, timeout=120) as http,

@@ -12,23 +12,21 @@ from typing import NamedTuple
 
 import pytest
 import yaml
+from matrix import REST, YAML, Way, installed, stock
 from processor import noise
 from serving import SERVER_ARGS, Client, difference, question_ids, stale_installation
 from waiting import until
 
 from lmcache_cartridge.cli.recall import MODEL_DIR, SHEETS_DIR, load_sheet
 from lmcache_cartridge.engine.contract import PUBLISHED
-from lmcache_cartridge.engine.versions import PROVEN
 from lmcache_cartridge.errors import UnsupportedEngine
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make import prefill
 from lmcache_cartridge.make.model import CausalModel
-from lmcache_cartridge.serve.launch import Launch, plan, server_command
+from lmcache_cartridge.serve.launch import plan
 from lmcache_cartridge.serve.processes import ServerProcess
 from lmcache_cartridge.settings import from_mapping
 
-YAML = Path(__file__).parents[2] / "configs" / "lmcache-stock-connector.yaml"
-TRANSFER = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_consumer"}
 NOISE = noise(0.25)
 """As in test_end_to_end."""
 
@@ -48,35 +46,6 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     return Built(home, model)
 
 
-EXTRA_CONFIG = yaml.safe_load(YAML.read_text())["extra_config"]
-REST = {name: value for name, value in yaml.safe_load(YAML.read_text()).items() if name != "extra_config"}
-"""What the shipped YAML says, apart from our plugin's settings."""
-
-
-class Way(NamedTuple):
-    """How somebody starts vLLM for cartridges."""
-
-    yaml: str | None = YAML.read_text()
-    environment: dict[str, str] = {}
-    extra: dict[str, object] = {}
-    """In `kv_connector_extra_config`."""
-    is_literal: bool = False
-    """By `vllm serve MODEL` itself. The wheel for CPU has the script, which asks for a distribution called `vllm`: here one of
-    the test's own, without a file, is put in the path."""
-    transfers: bool = True
-
-
-ANSWER = {
-    "vllm serve and the YAML": Way(is_literal=True),
-    "variables": Way(
-        None,
-        {f"LMCACHE_{name.upper()}": json.dumps(value).strip('"') for name, value in REST.items()}
-        | {"LMCACHE_EXTRA_CONFIG": json.dumps(EXTRA_CONFIG), "LMCACHE_STORAGE_PLUGINS": "cartridge"},
-    ),
-    "kv_connector_extra_config": Way(
-        None, {}, {f"lmcache.{name}": value for name, value in {**REST, "extra_config": EXTRA_CONFIG}.items()}
-    ),
-}
 REFUSE = {
     "no connector": (Way(transfers=False), "the workers have no cartridges"),
     "a nested YAML": (
@@ -116,37 +85,13 @@ def register():
 """
 
 
-def _installed(directory: Path, name: str, version: str, entry_points: str = "") -> None:
-    """Have `directory`, in the path, say that a distribution is installed."""
-    info = directory / f"{name}-{version}.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-    (info / "entry_points.txt").write_text(entry_points)
-
-
-def _launch(built: Built, directory: Path, way: Way) -> Launch:
-    path, modules = directory / "lmcache.yaml", directory / "modules"
-    modules.mkdir()
-    (modules / "as_on_a_gpu.py").write_text(_AS_ON_A_GPU)
-    _installed(modules, "as-on-a-gpu", "1", "[vllm.general_plugins]\nas_on_a_gpu = as_on_a_gpu:register\n")
-    command = server_command(str(MODEL_DIR))
-    if way.is_literal:
-        _installed(modules, "vllm", f"{PROVEN['vllm']}+cpu")
-        command = [str(Path(sys.executable).with_name("vllm")), "serve", str(MODEL_DIR)]
-    command += SERVER_ARGS
-    if way.transfers:
-        command += ["--kv-transfer-config", json.dumps(TRANSFER | {"kv_connector_extra_config": way.extra})]
-    environment = {"LMCACHE_CARTRIDGE_HOME": str(built.home), "PYTHONPATH": str(modules), **way.environment}
-    if way.yaml is not None:
-        environment["LMCACHE_CONFIG_FILE"] = str(path)
-    return Launch(path, way.yaml or "", environment, command, {})
-
-
-@pytest.fixture(scope="module", params=ANSWER)
-def client(built: Built, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+@pytest.fixture(scope="module")
+def client(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    """To the letter; the other ways are cells of the matrix."""
     directory = tmp_path_factory.mktemp("stock")
-    launch = _launch(built, directory, ANSWER[request.param])
-    launch.command.append("--enable-prompt-tokens-details")  # only to count with
+    launch = stock(
+        built.home, directory, Way(is_literal=True), options=("--enable-prompt-tokens-details",)
+    )  # only to count with
     assert "VLLM_PLUGINS" not in os.environ
     with ServerProcess(launch, directory / "log") as server, Client(server.url, str(MODEL_DIR)) as client:
         yield client
@@ -178,17 +123,30 @@ def test_the_request_api_is_there_and_names_are_answered_from_the_cartridge(clie
 
 
 @pytest.mark.parametrize("way", REFUSE)
-def test_a_server_that_would_answer_without_cartridges_does_not_start(built: Built, tmp_path: Path, way: str) -> None:
+def test_a_server_that_would_answer_without_cartridges_does_not_start(tmp_path: Path, way: str) -> None:
     given, reason = REFUSE[way]
-    with pytest.raises(UnsupportedEngine), ServerProcess(_launch(built, tmp_path, given), tmp_path / "log"):
+    launch = stock(tmp_path, tmp_path, given)
+    modules = tmp_path / "modules"
+    (modules / "as_on_a_gpu.py").write_text(_AS_ON_A_GPU)
+    installed(modules, "as-on-a-gpu", "1", "[vllm.general_plugins]\nas_on_a_gpu = as_on_a_gpu:register\n")
+    with pytest.raises(UnsupportedEngine), ServerProcess(launch, tmp_path / "log"):
         pass
     assert reason in (tmp_path / "log").read_text()
 
 
-def test_a_server_whose_request_api_vllm_cannot_load_does_not_start(built: Built, tmp_path: Path) -> None:
+def test_an_engine_without_an_adapter_in_lmcaches_server_does_not_start(tmp_path: Path) -> None:
+    launch = plan(str(MODEL_DIR), from_mapping({"home": tmp_path}), vllm_args=SERVER_ARGS, mode="multiprocess")
+    command = [argument.replace("/lmcache-cartridge-", "/nobody-") for argument in launch.command]
+    assert command != launch.command
+    with pytest.raises(UnsupportedEngine), ServerProcess(launch._replace(command=command), tmp_path / "log"):
+        pass
+    assert "no cartridge adapter listens" in (tmp_path / "log").read_text(errors="replace")
+
+
+def test_a_server_whose_request_api_vllm_cannot_load_does_not_start(tmp_path: Path) -> None:
     """As after an upgrade that moved the plugin under an installation that still names the old place."""
     stale = stale_installation(tmp_path, "lmcache_cartridge.endpoint_plugin:CartridgePlugin")
-    launch = plan(str(MODEL_DIR), from_mapping({"home": built.home}), vllm_args=SERVER_ARGS)
+    launch = plan(str(MODEL_DIR), from_mapping({"home": tmp_path}), vllm_args=SERVER_ARGS)
     launch = launch._replace(environment=launch.environment | {"PYTHONPATH": str(stale)})
     with pytest.raises(UnsupportedEngine), ServerProcess(launch, tmp_path / "log", timeout_s=240):
         pass
@@ -208,12 +166,12 @@ def __getattr__(name):
 """
 
 
-def test_a_server_whose_scheduler_refuses_in_the_workers_process_ends(built: Built, tmp_path: Path) -> None:
+def test_a_server_whose_scheduler_refuses_in_the_workers_process_ends(tmp_path: Path) -> None:
     """LMCache's storage thread is there by then, and nobody else would end it."""
     (tmp_path / "once.py").write_text(_ONCE)
     stale = stale_installation(tmp_path, "once:CartridgePlugin")
     arguments = [*SERVER_ARGS, "--distributed-executor-backend", "uni"]
-    launch = plan(str(MODEL_DIR), from_mapping({"home": built.home}), vllm_args=arguments)
+    launch = plan(str(MODEL_DIR), from_mapping({"home": tmp_path}), vllm_args=arguments)
     launch = launch._replace(environment=launch.environment | {"PYTHONPATH": str(stale)})
     server = ServerProcess(launch, tmp_path / "log", timeout_s=240)
     with pytest.raises(UnsupportedEngine), server:
@@ -248,9 +206,9 @@ _MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector"
 @pytest.mark.parametrize("named", ["ours", "a subclass of ours", "another's", "nobody's"])
 def test_our_connector_takes_a_place_where_something_names_cartridges_and_no_other(tmp_path: Path, named: str) -> None:
     file = tmp_path / "lmcache.yaml"
-    subclass = YAML.read_text().replace("lmcache_cartridge.engine.backend", "lmcache_cartridge_of_others")
+    subclass = YAML.replace("lmcache_cartridge.engine.backend", "lmcache_cartridge_of_others")
     another = subclass.replace("CartridgeBackend", "OthersBackend")
-    texts = {"ours": YAML.read_text(), "a subclass of ours": subclass, "another's": another, "nobody's": ": : :"}
+    texts = {"ours": YAML, "a subclass of ours": subclass, "another's": another, "nobody's": ": : :"}
     file.write_text(texts[named])
     is_ours = "ours" in named
     environment = {k: v for k, v in os.environ.items() if k != "VLLM_PLUGINS"} | {"LMCACHE_CONFIG_FILE": str(file)}

@@ -240,12 +240,11 @@ def test_a_server_that_ignores_ranges_may_answer_for_the_whole(proxy: FaultyProx
 
 
 @pytest.mark.parametrize("fault", [trickle(0.05), endless], ids=["trickle", "endless"])
-def test_no_more_than_its_limit_is_read_of_a_small_file(
-    proxy: FaultyProxy, hasty: S3Source, location: str, fault: Fault
-) -> None:
-    proxy.always = fault
+def test_no_more_than_its_limit_is_read_of_a_small_file(proxy: FaultyProxy, location: str, fault: Fault) -> None:
+    source, proxy.always = S3Source(endpoint_url=proxy.endpoint), fault
     with pytest.raises(SourceError, match="more than the 10 bytes"):
-        hasty.read(location, "payload", 10)
+        source.read(location, "payload", 10)
+    source.close()
 
 
 def test_a_server_that_is_killed_and_comes_back_while_it_is_read_is_not_noticed(

@@ -1,0 +1,290 @@
+"""Servers that the suite serves cartridges on, one line each, and what every one of them is asked.
+
+Each has a model that treats positions, heads or blocks its own way, with random weights in float32, and what stands beside it in
+its line is had together there. The shipped model, which knows right answers, is served by files of its own.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import yaml
+from families import FAMILIES, make_model
+from serving import SERVER_ARGS, Client, Reply, difference, serving
+from waiting import until
+
+from lmcache_cartridge.cli.main import main
+from lmcache_cartridge.cli.recall import MODEL_DIR
+from lmcache_cartridge.engine.versions import PROVEN
+from lmcache_cartridge.library.registry import Registry
+from lmcache_cartridge.make.model import CausalModel
+from lmcache_cartridge.make.write import write_kv
+from lmcache_cartridge.serve.launch import Launch, Mode, server_command
+from lmcache_cartridge.serve.processes import SMALL, ServerProcess
+from lmcache_cartridge.settings import Settings, from_mapping
+
+# The models are tiny, and threads that contend with a server's made them 10 to 100 times slower.
+torch.set_num_threads(1)
+
+PARALLEL = SMALL | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_SERVER_DEV_MODE": "1"}
+"""For several workers, and with the routes of development: vLLM can be told to forget its blocks."""
+TP = ("--tensor-parallel-size", "2")
+PP = ("--no-enforce-eager", "--pipeline-parallel-size", "2")
+"""vLLM 0.32 on CPU runs no eager pipeline."""
+SMALL_STEPS = ("--max-num-batched-tokens", "256", "--max-num-seqs", "4")
+NO_PREFIXES = ("--no-enable-prefix-caching",)
+MLA = ("--attention-backend", "CPU_MLA")
+"""With AMX vLLM would take a backend for latent vectors that has no float32."""
+
+
+class Cell(NamedTuple):
+    """One server."""
+
+    mode: Mode
+    model: str
+    start: str
+    """How it is started: what `plan` makes, or as one of `STARTS`."""
+    chunk: int
+    block: int
+    saves: bool
+    """Whether LMCache saves what vLLM computes."""
+    options: tuple[str, ...] = ()
+
+
+CELLS = {
+    # name                       mode            model                 start        chunk block saves  engine
+    "layers without RoPE":  Cell("in-process",   "smollm3",            "plan",         64,  32, True,  NO_PREFIXES),
+    "partly rotated":       Cell("in-process",   "gptj",               "variables",   256,  32, False),
+    "windows and sinks":    Cell("in-process",   "gpt-oss",            "connector",   256, 128, False),
+    "long RoPE":            Cell("in-process",   "phi3 long",          "plan",         64,  32, True,  SMALL_STEPS),
+    "two kinds of layer":   Cell("multiprocess", "gemma3",             "plan",         64,  32, True,  NO_PREFIXES),
+    "latent vectors":       Cell("multiprocess", "deepseek-v3",        "plan",         64,  16, True,  (*MLA, *SMALL_STEPS)),
+    "stages of one size":   Cell("multiprocess", "llama",              "plan",        128, 128, True,  PP),
+    "ranks with one head":  Cell("multiprocess", "falcon multi-query", "plan",         64,  64, True,  TP),
+}  # fmt: skip
+NOISE = 1e-3
+"""How far logprobs of equal prompts may be apart, in nats: the models are in float32."""
+TIERS = "0,0.5,1b,3cross,10,11"
+"""Of `validate`: ten answers, transformers' own, longer ones, of another's document, after chains, by identity tokens."""
+
+YAML = (Path(__file__).parents[2] / "configs" / "lmcache-stock-connector.yaml").read_text()
+EXTRA_CONFIG = yaml.safe_load(YAML)["extra_config"]
+REST = {name: value for name, value in yaml.safe_load(YAML).items() if name != "extra_config"}
+"""What the shipped YAML says, apart from our plugin's settings."""
+TRANSFER = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_consumer"}
+
+
+class Way(NamedTuple):
+    """How somebody starts vLLM with its own connector's name, without `serve`."""
+
+    yaml: str | None = YAML
+    environment: dict[str, str] = {}
+    extra: dict[str, object] = {}
+    """In `kv_connector_extra_config`."""
+    is_literal: bool = False
+    """By `vllm serve MODEL` itself. The wheel for CPU has the script, which asks for a distribution called `vllm`: here one of
+    the test's own, without a file, is put in the path."""
+    transfers: bool = True
+
+
+STARTS = {
+    "vllm serve": Way(is_literal=True),
+    "variables": Way(
+        None,
+        {f"LMCACHE_{name.upper()}": json.dumps(value).strip('"') for name, value in REST.items()}
+        | {"LMCACHE_EXTRA_CONFIG": json.dumps(EXTRA_CONFIG), "LMCACHE_STORAGE_PLUGINS": "cartridge"},
+    ),
+    "connector": Way(
+        None, {}, {f"lmcache.{name}": value for name, value in {**REST, "extra_config": EXTRA_CONFIG}.items()}
+    ),
+}
+
+
+def installed(directory: Path, name: str, version: str, entry_points: str = "") -> None:
+    """Have `directory`, in the path, say that a distribution is installed."""
+    info = directory / f"{name}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (info / "entry_points.txt").write_text(entry_points)
+
+
+def stock(home: Path, directory: Path, way: Way, model: str = str(MODEL_DIR), options: tuple[str, ...] = ()) -> Launch:
+    """Return how somebody starts vLLM over a home in a way, with files for it in a directory."""
+    path, modules = directory / "lmcache.yaml", directory / "modules"
+    modules.mkdir()
+    command = server_command(model)
+    if way.is_literal:
+        installed(modules, "vllm", f"{PROVEN['vllm']}+cpu")
+        command = [str(Path(sys.executable).with_name("vllm")), "serve", model]
+    command += [*SERVER_ARGS, *options]
+    if way.transfers:
+        command += ["--kv-transfer-config", json.dumps(TRANSFER | {"kv_connector_extra_config": way.extra})]
+    environment = {"LMCACHE_CARTRIDGE_HOME": str(home), "PYTHONPATH": str(modules), **way.environment}
+    if way.yaml is not None:
+        environment["LMCACHE_CONFIG_FILE"] = str(path)
+    return Launch(path, way.yaml or "", environment, command, {})
+
+
+class Served(NamedTuple):
+    """A cell's server. Its home has prefill cartridges of at least two documents."""
+
+    cell: Cell
+    client: Client
+    path: str
+    """Of the model."""
+    model: CausalModel
+    settings: Settings
+    documents: dict[str, list[int]]
+    """Token ids, by cartridge."""
+    text: list[int]
+    """Tokens of which there is no cartridge."""
+    question: list[int]
+    """Tokens after which the documents go on each in its own way."""
+    log: Path
+
+    def whole(self, tokens: int) -> int:
+        """Return how many of so many tokens are whole chunks."""
+        return tokens // self.cell.chunk * self.cell.chunk
+
+    def ask(self, ids: list[int], *names: str, **fields: Any) -> Reply:
+        """Return the reply behind cartridges; by default of a tenant that never asked before."""
+        named = {"cartridges": list(names)} if names else {}
+        return self.client.ask(ids, return_tokens_as_token_ids=True, **named, **fields)
+
+    def computed(self, ids: list[int]) -> Reply:
+        """Return the reply to a prompt of which everything is computed."""
+        reply = self.ask(ids, cartridges=False)
+        assert reply.cached_tokens == 0
+        return reply
+
+    def validate(self, tiers: str) -> list[dict[str, Any]]:
+        """Return the rows of `validate` with cartridges of its own, having seen that its exit status says the same.
+
+        It takes its cartridges away.
+        """
+        with redirect_stdout(io.StringIO()) as out:
+            status = main(
+                ["validate", "--url", self.client.url, "--model", self.path, "--tier", tiers,
+                 "--home", str(self.settings.home), "--chunk-size", str(self.cell.chunk), "--format", "json"]
+            )  # fmt: skip
+        found = json.loads(out.getvalue())
+        assert status == (0 if found["passed"] else 1)
+        left = [row.id for row in Registry(self.settings.registry_path).all()]
+        assert not [name for name in left if name.startswith("validate-")], left
+        return found["rows"]
+
+
+@contextmanager
+def serve(
+    cell: Cell, directory: Path, path: str, model: CausalModel, settings: Settings, documents: dict[str, list[int]],
+    text: list[int], question: list[int],
+) -> Iterator[Served]:  # fmt: skip
+    """Serve a home as a cell says, with files for it in a directory."""
+    log = directory / "log"
+    options = [*cell.options, "--block-size", str(cell.block)]
+    options += ["--dtype", "float32", "--max-model-len", "1024" if cell.chunk == 64 else "4096"]
+    if cell.start != "plan":
+        launch = stock(settings.home, directory, STARTS[cell.start], path, (*options, "--enable-prompt-tokens-details"))
+        assert "VLLM_PLUGINS" not in os.environ
+        with ServerProcess(launch, log, environment=PARALLEL) as server, Client(server.url, path) as client:
+            yield Served(cell, client, path, model, settings, documents, text, question, log)
+        assert "lmcache-cartridge's connector takes the place of LMCacheConnectorV1" in log.read_text()
+        return
+    l1 = 128 << 20 if cell.saves or cell.mode == "multiprocess" else 0
+    given = {
+        "mode": cell.mode,
+        "chunk_tokens": cell.chunk,
+        "saves": cell.saves,
+        "l1_bytes": l1,
+        "environment": PARALLEL,
+    }
+    with serving(settings, log, path, *options, **given) as client:
+        yield Served(cell, client, path, model, settings, documents, text, question, log)
+
+
+@contextmanager
+def serve_family(name: str, directory: Path) -> Iterator[Served]:
+    """Serve a cell of a random model in float32, with two documents of three chunks and a part of a fourth."""
+    cell = CELLS[name]
+    path = str(make_model(directory / "model", FAMILIES[cell.model]()))
+    model = CausalModel(path, max_model_len=1024 if cell.chunk == 64 else 4096)
+    settings = from_mapping({"home": directory / "home", "cpu_bytes": 64 << 20, "lookup_timeout_s": 20})
+    length, documents = 3 * cell.chunk + 8, {}
+    for number, document in enumerate("ab"):
+        documents[document] = [5 + (7 * i * (i + number) + 13 * number) % 600 for i in range(length)]
+        kv, made = torch.cat(list(model.prefill(documents[document], length)), dim=2), model.provenance("test")
+        write_kv(
+            model, kv.split(32, dim=2), settings.cartridges_dir / document, lambda _, made=made: made,
+            cartridge_id=document, version=1, positions=length, token_ids=documents[document], chunk_tokens=32,
+        )  # fmt: skip
+        Registry(settings.registry_path).register(settings.cartridges_dir / document)
+    text = [5 + (11 * i * i + 3 * i) % 600 for i in range(length)]
+    with serve(cell, directory, path, model, settings, documents, text, list(range(400, 410))) as served:
+        yield served
+
+
+class CellTests:
+    """What every cell is asked: a subclass with a fixture `served`."""
+
+    def test_validate_finds_every_answer_as_transformers_and_the_dense_prompt_have_it(self, served: Served) -> None:
+        rows = served.validate(TIERS)
+        assert {(row["tier"], row["result"]) for row in rows} == {
+            (tier, "pass") for tier in ("noise", *TIERS.split(","))
+        }, rows
+
+    def test_a_named_document_is_injected_and_told_from_another(self, served: Served) -> None:
+        (one, ids), (other, _), *_ = served.documents.items()
+        mine, others, computed = (
+            served.ask(served.question, one),
+            served.ask(served.question, other),
+            served.computed(ids + served.question),
+        )
+        assert mine.cached_tokens == served.whole(len(ids)) > 0
+        assert difference(mine, computed) < NOISE
+        assert difference(others, computed) > 0.1 + 2 * NOISE, "nobody could tell the documents apart"
+
+    def test_a_document_at_the_head_of_a_prompt_is_injected_wherever_the_prompt_ends(self, served: Served) -> None:
+        ids, chunk = next(iter(served.documents.values())), served.cell.chunk
+        # By default no prompt waits for chunks that it does not name: the first has them loaded, and is computed.
+        until(lambda: served.ask(ids).cached_tokens)
+        for length in (chunk, chunk + 1, 2 * chunk - 1, 2 * chunk, 2 * chunk + 1, len(ids)):
+            reply = served.ask(ids[:length])
+            # vLLM always computes the last prompt token itself.
+            assert reply.cached_tokens == min(served.whole(length), length - 1)
+            assert difference(reply, served.computed(ids[:length])) < NOISE
+
+    def test_what_is_computed_behind_a_cartridge_is_saved_for_its_tenant(self, served: Served) -> None:
+        (name, ids), *_ = served.documents.items()
+        behind = [*served.text, *served.question]
+        whole, all_of_it = served.whole(len(ids)), served.whole(len(ids + behind))
+        computed, salt = served.computed(ids + behind), f"tenant of {name}"
+        replies = [served.ask(behind, name, cache_salt=salt)]
+        assert replies[0].cached_tokens == whole
+
+        def again() -> int:
+            served.client.forget()
+            replies.append(served.ask(behind, name, cache_salt=salt))
+            return replies[-1].cached_tokens
+
+        if served.cell.saves:
+            until(lambda: again() == all_of_it)
+        else:
+            assert {again() for _ in range(3)} == {whole}
+        replies.append(served.ask(behind, name))
+        assert replies[-1].cached_tokens == whole, "another tenant's"
+        assert max(difference(reply, computed) for reply in replies) < NOISE
+
+    def test_it_was_run_as_its_line_says(self, served: Served) -> None:
+        log, cell = served.log.read_text(errors="replace"), served.cell
+        if cell.mode == "in-process":
+            layout = re.search(r"serving \d+ cartridges .*, rank 0 of \d, (\S+)", log)[1]
+            assert re.fullmatch("heads" if cell.chunk % cell.block else r"\w+/\d+/blocks", layout), layout
