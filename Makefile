@@ -12,7 +12,7 @@ demo: $(READY)
 	$(BIN)/lmcache-cartridge demo
 
 test: $(READY)
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 # Every pair of vLLM and LMCache that has a build for CPU: downloads, and takes hours.
 versions: $(READY)

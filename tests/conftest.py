@@ -33,6 +33,11 @@ def own_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CACHE, str(Path(os.environ[CACHE]) / str(next(_caches))))
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that start servers: the short ones then fill what is left of the time of several workers."""
+    items.sort(key=lambda item: item.path.parent.name not in ("served", "fleet") and "_served" not in item.path.name)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def forked_servers() -> None:
     """Have `ServerProcess` fork the servers of tests where that comes to the same as starting them."""
