@@ -10,6 +10,7 @@ from typing import NamedTuple
 import msgspec
 import pytest
 from homes import Home
+from processor import needs_avx512
 from quantising import quantised
 from serving import Client, Reply, build_sheet, difference, question_ids, serving
 from waiting import until
@@ -20,6 +21,7 @@ from lmcache_cartridge.cli.recall import MODEL_DIR, SHEETS_DIR, load_sheet
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.settings import Settings, from_mapping
 
+pytestmark = needs_avx512
 NOISE = 0.6
 """Largest logprob difference taken for rounding: twice what eight bits for activations make of it, 0.28; four bits for weights
 0.16."""
