@@ -90,7 +90,7 @@ def write_trained(
     It is rounded to the model's dtype. Raises `ArtifactError` for KV of another shape, or not finite.
     """
     shape = model.fingerprint
-    expected = (shape.planes, shape.layers, kv.shape[2] if kv.ndim == 5 else 0, shape.kv_heads, shape.head_size)
+    expected = (shape.planes, shape.layers, *kv.shape[2:3], shape.kv_heads, shape.head_size)
     if tuple(kv.shape) != expected:
         raise ArtifactError(f"cartridge {cartridge_id}: KV of shape {tuple(kv.shape)} for a model of {expected}")
     kv = rounded(kv, shape)
