@@ -20,8 +20,8 @@ from lmcache_cartridge.serve.launch import plan
 from lmcache_cartridge.serve.processes import ServerProcess
 from lmcache_cartridge.settings import from_mapping
 
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_SERVER_DEV_MODE": "1"}
-"""With the engine in a process of its own, as users have it, and the routes of development."""
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_COLOR": "0"}
+"""Started by command, as users start it (the last is not of those that are forked), and the routes of development."""
 
 
 @pytest.fixture(scope="module")
