@@ -19,3 +19,7 @@ def noise(nats: float) -> float:
     Without it vLLM's CPU build rounds more often: up to 0.32 was seen where 0.25 is the bound elsewhere.
     """
     return nats if _HAS_AVX512 else 2 * nats
+
+
+MAY_TURN = 0 if _HAS_AVX512 else 1
+"""How many of some twenty greedy answers may turn over by rounding: without AVX-512 one was seen, `B+` for `B-`."""

@@ -21,7 +21,8 @@ def test_import_makes_a_version_of_a_file_of_ids(tmp_path: Path, capsys: pytest.
     arguments = ["import", str(source), "--home", str(tmp_path / "home"), "--format", "json"]
     assert main(arguments) == 1
     assert "--id and --model" in capsys.readouterr().err
-    for version in (1, 2):
+    for version, given in ((1, ids[1:]), (1, ids[1:]), (2, ids)):  # the same again is no new version
+        source.write_text(json.dumps({"token_ids": given}))
         assert main([*arguments, "--id", "prefix", "--model", str(MODEL_DIR)]) == 0
         assert json.loads(capsys.readouterr().out)["name"] == f"prefix@{version}"
     root = tmp_path / "home" / "cartridges" / "prefix" / "2"
