@@ -121,7 +121,7 @@ def cold(moto_server: MotoServer, tmp_path_factory: pytest.TempPathFactory) -> I
         for name, value in (moto_server.environment | {"AWS_ENDPOINT_URL_S3": proxy.endpoint}).items():
             environment.setenv(name, value)
         settings = from_mapping({"home": home, "cpu_bytes": 16 << 20, "disk_bytes": 0, "ready_timeout_s": 0.3,
-                                 "retry_status": 425})  # fmt: skip
+                                 "retry_status": 425, "s3_timeout_s": 600})  # fmt: skip
         for number, name in enumerate(("slow", "warm")):
             document = write_document(random.Random(name), POSITIONS, patients(number, 2))
             ids = model.encode(document.text, special=True)[:POSITIONS]
