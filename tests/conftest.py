@@ -6,13 +6,11 @@ import atexit
 import itertools
 import os
 import shutil
-import subprocess
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from forking import Parent
+from forking import Parent, substitute
 from homes import clock, home, opened  # noqa: F401
 from s3 import bucket, moto_server, proxy, s3_credentials, s3_kind, s3_server  # noqa: F401
 
@@ -42,5 +40,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def forked_servers() -> None:
     """Have `ServerProcess` fork the servers of tests where that comes to the same as starting them."""
     environment = {"VLLM_NO_USAGE_STATS": "1", "VLLM_PLUGINS": launch.allowed_plugins()}
-    parent = Parent({**processes.SMALL, **os.environ, **environment})
-    processes.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": parent.popen})  # type: ignore[assignment]
+    substitute(Parent({**processes.SMALL, **os.environ, **environment}).popen)

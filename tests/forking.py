@@ -40,6 +40,10 @@ _READ_LATE = (
 """How variables begin that nothing reads while it is imported."""
 
 
+BY_COMMAND = {"VLLM_LOGGING_COLOR": "0"}
+"""For a server's environment, where the start by command itself is looked at: none with it is forked."""
+
+
 class Forked:
     """A forked process, as far as a `subprocess.Popen` is used here."""
 
@@ -98,6 +102,13 @@ class Parent:
         assert self._process is not None and self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
+
+
+def substitute(popen: Callable[..., Any]) -> Any:
+    """Have the package start servers by `popen`; return the module that does."""
+    processes = importlib.import_module(PAIR)
+    processes.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": popen})
+    return processes
 
 
 def _read_early(environment: dict[str, str]) -> dict[str, str]:
@@ -160,9 +171,7 @@ def _run(command: list[str]) -> NoReturn:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         if module == PAIR and arguments[0] != "server":
-            processes = importlib.import_module(PAIR)
-            processes.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": _popen})
-            sys.exit(processes.run_pair(json.loads(arguments[0]), arguments[1:]))
+            sys.exit(substitute(_popen).run_pair(json.loads(arguments[0]), arguments[1:]))
         runpy.run_module(module, run_name="__main__", alter_sys=True)
         status = 0
     except SystemExit as ended:

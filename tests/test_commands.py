@@ -88,7 +88,7 @@ BY_NOBODY = {
     "make lint": "CI runs it after this",
     "make .venv/ready": "`make test` did it",
     "make cartridges-test TIER=0,3cross": "it is `validate --model`, which takes two minutes",
-    "lmcache-cartridge validate --model ./llama --tier all": "takes ten minutes; docs/validate.md has what it printed",
+    "lmcache-cartridge validate --model ./llama --tier all": "takes ten minutes; `make cartridges-test TIER=all` is the same",
     "make bench": "takes a quarter of an hour; test_benchmarks runs each benchmark with --smoke",
     "lmcache-cartridge serve ./gemma --mode multiprocess --no-save --no-disable-hybrid-kv-cache-manager": "needs a GPU; the "
     "page says that it was never run, and test_groups_served runs the same on a CPU",

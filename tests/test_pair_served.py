@@ -9,6 +9,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from forking import BY_COMMAND
 from serving import SERVER_ARGS
 from waiting import until
 
@@ -20,8 +21,8 @@ from lmcache_cartridge.serve.launch import plan
 from lmcache_cartridge.serve.processes import ServerProcess
 from lmcache_cartridge.settings import from_mapping
 
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_COLOR": "0"}
-"""Started by command, as users start it (the last is not of those that are forked), and the routes of development."""
+ENVIRONMENT = BY_COMMAND | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_SERVER_DEV_MODE": "1"}
+"""As users start it, with the engine in a process of its own, and the routes of development."""
 
 
 @pytest.fixture(scope="module")

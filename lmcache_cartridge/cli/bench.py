@@ -13,7 +13,7 @@ from typer import BadParameter
 
 from ..errors import CartridgeError, SettingsError
 from .making import load_for, maker_of
-from .options import ServedChunk, ServerModel, Url, Vllm, check, command, load_model, option, settings_of
+from .options import ServedChunk, ServerModel, Url, Vllm, check, command, listed, load_model, option, settings_of
 from .show import bars, is_json, say, show, table
 
 if TYPE_CHECKING:
@@ -29,14 +29,14 @@ WAYS: Any = ("dense", "prefix", "warm", "cold")
 
 
 def _numbers(text: str) -> list[int]:
-    parts = [part.strip().replace("_", "") for part in text.split(",") if part.strip()]
+    parts = [part.replace("_", "") for part in listed(text)]
     if not parts or not all(part.isdecimal() and int(part) for part in parts):
         raise BadParameter(f"{text!r} is no list of numbers from 1 on")
     return sorted({int(part) for part in parts})
 
 
 def _ways(text: str) -> list[str]:
-    wanted = [part.strip() for part in text.split(",") if part.strip()]
+    wanted = listed(text)
     if not wanted or set(wanted) - set(WAYS):
         raise BadParameter(f"there is no way {text!r}; there are {', '.join(WAYS)}")
     return [way for way in WAYS if way in wanted]

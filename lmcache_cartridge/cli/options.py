@@ -159,6 +159,11 @@ def check(given: Mapping[str, Any], *rules: str) -> None:
             raise CartridgeError(rule)
 
 
+def listed(text: str) -> list[str]:
+    """Return the parts of a list with commas, without spaces around them and without empty ones."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
 def length(text: str) -> tuple[float | None, int | None]:
     """Return what `4x` or `512` says: by how much to compress, or to how many positions."""
     with suppress(ValueError):

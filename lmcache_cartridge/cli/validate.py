@@ -22,6 +22,7 @@ from .options import (
     Vllm,
     check,
     command,
+    listed,
     load_model,
     option,
     registry_of,
@@ -81,8 +82,8 @@ def validate(
     from ..validate import suite
 
     wanted = suite.default(model=bool(model), own=url is None) if tier is None else suite.read_tiers(tier)
-    chosen: list[Any] = [mode for mode in modes.split(",") if mode]
-    if not 0 < len(set(chosen) & set(MODES)) == len(chosen):
+    chosen: list[Any] = listed(modes)
+    if not chosen or set(chosen) - set(MODES) or len(set(chosen)) < len(chosen):
         raise SettingsError(f"--modes {modes}: write one or two of {', '.join(MODES)}")
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cartridge-validate-")))
@@ -90,8 +91,7 @@ def validate(
             if url is None:
                 context = _started(stack, scratch, model, chosen, chunk_size, shlex.split(vllm))
             else:
-                names = cartridges.split(",") if cartridges else []
-                context = _running(stack, url, server_model, model, names, chunk_size, progress)
+                context = _running(stack, url, server_model, model, listed(cartridges), chunk_size, progress)
             context.measure(progress)
         rows = suite.Suite(context, wanted, modes=chosen, say=say).run()
         if any(row.result == suite.FAIL for row in rows):

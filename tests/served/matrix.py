@@ -16,6 +16,7 @@ from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import yaml
 from families import FAMILIES, make_model
@@ -97,7 +98,6 @@ class Way(NamedTuple):
 
 
 STARTS = {
-    "vllm serve": Way(is_literal=True),
     "variables": Way(
         None,
         {f"LMCACHE_{name.upper()}": json.dumps(value).strip('"') for name, value in REST.items()}
@@ -230,6 +230,17 @@ def serve_family(name: str, directory: Path) -> Iterator[Served]:
     text = [5 + (11 * i * i + 3 * i) % 600 for i in range(length)]
     with serve(cell, directory, path, model, settings, documents, text, list(range(400, 410))) as served:
         yield served
+
+
+def servers(mode: Mode) -> Any:
+    """Return the fixture `served` of the cells of one mode."""
+
+    @pytest.fixture(scope="module", params=[name for name, cell in CELLS.items() if cell.mode == mode])
+    def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+        with serve_family(request.param, tmp_path_factory.mktemp("cell")) as served:
+            yield served
+
+    return served
 
 
 class CellTests:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
+from forking import BY_COMMAND
 from processor import noise
 from recall.ward import ask, encode
 from serving import SERVER_ARGS, Reply, ask_lmcache, difference
@@ -80,7 +81,7 @@ def _serving(home: Path, wards: dict[str, Ward], model: CausalModel, **launch: A
         else:
             _build(model, settings, name, wards[name])
     planned = plan(MODEL, settings, mode="multiprocess", vllm_args=SERVER_ARGS, **launch)
-    environment = SMALL | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_COLOR": "0"}  # so it is started by command
+    environment = SMALL | BY_COMMAND | {"VLLM_SERVER_DEV_MODE": "1"}
     with (
         ServerProcess(planned, home / "server.log", environment=environment) as server,
         httpx.Client(base_url=server.url, timeout=120) as http,
