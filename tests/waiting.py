@@ -22,7 +22,7 @@ class Clock:
         self.now += by_s
 
 
-def until(done: Callable[[], Any], *, timeout_s: float = 60) -> None:
+def until(done: Callable[[], Any], *, timeout_s: float = 180) -> None:
     """Wait until something is so; fail if it never is."""
     deadline = time.monotonic() + timeout_s
     while not done():
@@ -30,7 +30,7 @@ def until(done: Callable[[], Any], *, timeout_s: float = 60) -> None:
         time.sleep(0.002)
 
 
-def run_threads(count: int, work: Callable[[int], None], *, timeout_s: float = 30) -> None:
+def run_threads(count: int, work: Callable[[int], None], *, timeout_s: float = 180) -> None:
     """Run `work(0)` to `work(count - 1)` at once, started together; raise the first error, or that one hangs."""
     start = threading.Barrier(count)
     errors: list[BaseException] = []
