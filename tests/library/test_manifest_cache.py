@@ -42,7 +42,7 @@ class _Remote:
     def __init__(self, proxy: FaultyProxy, server: S3Server, bucket: str, tmp_path: Path) -> None:
         self.proxy, self.client, self.bucket, self._tmp_path = proxy, server.client, bucket, tmp_path
         self.location = f"s3://{bucket}/some/doc"
-        self.sources = Sources(S3Source(endpoint_url=proxy.endpoint))
+        self.sources = Sources(S3Source(endpoint_url=proxy.endpoint, attempts=4, backoff_s=0.01))
         self.directory = tmp_path / "manifests"
 
     def put(self, seed: int = 0, **arguments: object) -> Made:
