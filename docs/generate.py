@@ -1,9 +1,10 @@
-"""Write the tables of settings, commands and metrics into the pages here: `python docs/generate.py`, or `make docs`."""
+"""Write what the code and the result files know into the pages: `python docs/generate.py`, or `make docs`."""
 
 from __future__ import annotations
 
 import ast
 import inspect
+import re
 import sys
 import types
 import typing
@@ -21,17 +22,17 @@ sys.path.append(str(HERE))
 import figures  # noqa: E402
 import sizes as sizes_of_models  # noqa: E402
 
-START, END = "<!-- made by docs/generate.py: change the code, then `make docs` -->", "<!-- end -->"
+PART = re.compile(r"(<!-- made by docs/generate.py: (\w+) -->\n).*?(<!-- end -->)", re.S)
+"""A generated part of a page: its first line with its name, what is between, its last line."""
 
 
 def settings() -> str:
-    """Return the table of all settings, from the class that reads them."""
+    """Return the list of all settings, from the class that reads them."""
     effects = docstrings(Settings)
-    rows = [
-        (f"`{name}`", _kind(name, field), _default(name, field), effects[name])
+    return "\n".join(
+        f"- `{name}` ({', '.join(filter(None, [_kind(name, field), _default(name, field)]))}): {effects[name]}"
         for name, field in Settings.model_fields.items()
-    ]
-    return figures.table(("setting", "value", "default", "effect"), rows)
+    )
 
 
 def docstrings(of: type) -> dict[str, str]:
@@ -49,14 +50,15 @@ def docstrings(of: type) -> dict[str, str]:
 def _kind(name: str, field: Any) -> str:
     """Return what may be written, with its unit and bounds."""
     if name.endswith("_bytes"):
-        return "bytes, or `512MiB`"
-    kind = _type(field.annotation)
+        return "bytes"
+    has_default = field.annotation is bool and not field.default_factory
+    kind = "" if has_default else _type(field.annotation)
     if name.endswith("_s"):
         kind = "seconds"
     for bound in field.metadata:
-        for key, sign in (("ge", ">="), ("gt", ">"), ("le", "<=")):
+        for key, words in (("ge", "from"), ("gt", "above"), ("le", "to")):
             if (limit := getattr(bound, key, None)) is not None:
-                kind += f", {sign} {limit:g}"
+                kind += f" {words} {limit:g}"
     return kind
 
 
@@ -72,7 +74,7 @@ def _type(annotation: Any) -> str:
         return f"list of {_type(inside[0])}s"
     if origin is dict:
         return f"map of text to {_type(inside[1])}"
-    return {bool: "`true`, `false`", int: "number", float: "number", str: "text", Path: "path"}[annotation]
+    return {bool: "`true` or `false`", int: "number", float: "number", str: "text", Path: "path"}[annotation]
 
 
 def _default(name: str, field: Any) -> str:
@@ -81,8 +83,8 @@ def _default(name: str, field: Any) -> str:
         return ""  # the effect says which
     if name.endswith("_bytes"):
         unit, shift = next((u, s) for u, s in (("GiB", 30), ("MiB", 20), ("B", 0)) if value >> s)
-        return f"`{value >> shift}{unit}`"
-    return f"`{str(value).lower() if isinstance(value, bool) else format(value, 'g') if isinstance(value, float) else value}`"
+        return f"default `{value >> shift}{unit}`"
+    return f"default `{str(value).lower() if isinstance(value, bool) else format(value, 'g') if isinstance(value, float) else value}`"
 
 
 def metrics_table() -> list[tuple[str, str, tuple[str, ...], str]]:
@@ -99,12 +101,13 @@ def metrics_table() -> list[tuple[str, str, tuple[str, ...], str]]:
 
 
 def metrics() -> str:
-    """Return the table of all metrics."""
-    rows = [
-        (f"`{name.removeprefix(exported.PREFIX)}`", kind, ", ".join(labels), text)
-        for name, kind, labels, text in metrics_table()
-    ]
-    return figures.table(("metric", "type", "labels", ""), sorted(rows, key=lambda row: (row[2], row[0])))
+    """Return the list of all metrics, those of the same labels together."""
+    lists: dict[str, list[str]] = {}
+    for name, kind, labels, text in sorted(metrics_table(), key=lambda row: (row[2], row[0])):
+        of = ", ".join(f"`{label}`" for label in labels)
+        shown = f"`{name.removeprefix(exported.PREFIX)}`{' (histogram)' * (kind == 'histogram')}"
+        lists.setdefault(f"By {of}:" if of else "Without labels:", []).append(f"- {shown}: {text}")
+    return "\n\n".join("\n".join([heading, "", *rows]) for heading, rows in lists.items())
 
 
 def versions() -> str:
@@ -151,30 +154,32 @@ def saves() -> str:
     return f"{figures.compared(found[0], figures.PEERS['ttft'])}\n\n{found[0].about()}."
 
 
-PAGES: dict[str, Callable[[], str]] = {
-    "settings.md": settings,
-    "metrics.md": metrics,
-    "versions.md": versions,
-    "models.md": models,
-    "memory.md": sizes,
-    "benchmarks.md": measured,
-    "../README.md": saves,
+PARTS: dict[str, Callable[[], str]] = {
+    "settings": settings,
+    "metrics": metrics,
+    "versions": versions,
+    "models": models,
+    "sizes": sizes,
+    "figures": measured,
+    "saves": saves,
 }
+PAGES = {
+    path.name: path
+    for path in (HERE.parent / "README.md", *sorted(HERE.glob("*.md")))
+    if PART.search(path.read_text(encoding="utf-8"))
+}
+"""The pages that have such parts, by name."""
 
 
 def made(name: str) -> str:
-    """Return a page as it should be: what is written by hand, and the generated part as the code has it now."""
-    text = (HERE / name).read_text(encoding="utf-8")
-    before, start, rest = text.partition(START)
-    _, end, after = rest.partition(END)
-    if not (start and end):
-        raise ValueError(f"docs/{name} has no part between {START} and {END}")
-    return f"{before}{START}\n\n{PAGES[name]()}\n\n{END}{after}"
+    """Return a page as it should be: what is written by hand, and the generated parts as the code has them now."""
+    text = PAGES[name].read_text(encoding="utf-8")
+    return PART.sub(lambda part: f"{part[1]}\n{PARTS[part[2]]()}\n\n{part[3]}", text)
 
 
 if __name__ == "__main__":
-    for page in PAGES:
+    for page, path in PAGES.items():
         text = made(page)
-        if text != (HERE / page).read_text(encoding="utf-8"):
-            (HERE / page).write_text(text, encoding="utf-8")
-            print(f"wrote docs/{page}", file=sys.stderr)
+        if text != path.read_text(encoding="utf-8"):
+            path.write_text(text, encoding="utf-8")
+            print(f"wrote {path}", file=sys.stderr)

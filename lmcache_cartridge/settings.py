@@ -50,45 +50,44 @@ class Settings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     home: Path = Field(default_factory=default_home)
-    """Directory of the registry and of cartridges built here; by default `$LMCACHE_CARTRIDGE_HOME`, or `lmcache-cartridge`
-    under `$XDG_DATA_HOME` or `~/.local/share`."""
+    """Directory of the registry and of cartridges built here; by default `$LMCACHE_CARTRIDGE_HOME`, or
+    `lmcache-cartridge` under `$XDG_DATA_HOME` or `~/.local/share`."""
     device_bytes: Bytes | None = None
-    """Budget of the device tier, in the accelerator's memory; 0 switches it off. The default is 1 GiB, or a quarter
-    of what vLLM's own cache leaves free where that is less; more than is free is refused. A CPU engine has no device tier; on a GPU it was never run."""
+    """Budget of the device tier, in the accelerator's memory; 0 switches it off. By default 1 GiB, or a quarter of what
+    vLLM's own cache leaves free where that is less. More than is free is refused. CPU engines have no device tier."""
     cpu_bytes: Bytes = 1 << 30
     """Budget of the cpu tier: the host's memory for chunks, in each worker."""
     disk_bytes: Bytes = 16 << 30
-    """Budget of the disk tier, which keeps what was read from S3, as far as the disk is fast enough. All processes that use the same `disk_dir` share it;
-    0 switches the tier off."""
+    """Budget of the disk tier, shared by all processes with the same `disk_dir`. It keeps what was read from S3 as
+    fast as the disk can write; 0 switches it off."""
     disk_local: bool = False
-    """Whether the disk tier also copies artefacts that lie in directories. For slow network storage."""
+    """Whether the disk tier also copies artefacts that lie in directories, for slow network storage."""
     disk_dir: Path | None = None
-    """Directory of the disk tier; by default `$LMCACHE_CARTRIDGE_CACHE`, or `lmcache-cartridge` under `$XDG_CACHE_HOME`
-    or `~/.cache`."""
+    """Directory of the disk tier; by default `$LMCACHE_CARTRIDGE_CACHE`, or `lmcache-cartridge` under
+    `$XDG_CACHE_HOME` or `~/.cache`."""
     lookup_timeout_s: float = Field(default=0.0, ge=0, le=60)
-    """How long a lookup may wait for chunks to be loaded. The scheduler, and so every other request, waits with it.
-    Requests that name cartridges do not need it: they wait in the API server."""
+    """How long the scheduler, and so every request, may wait in a lookup for chunks to be loaded. Requests that name
+    cartridges wait in the API server instead."""
     lease_s: float = Field(default=300.0, gt=0)
-    """How long a chunk stays in memory after a lookup found it, where no request comes to read it."""
+    """How long a chunk that a lookup found stays in memory where no request comes to read it."""
     load_threads: int = Field(default=4, ge=1, le=256)
     """Chunks read at once from directories; from S3 as many as `s3_connections`."""
     reload_s: float = Field(default=1.0, ge=0)
-    """Time between two looks for changes of the registry, and of the `library`; 0 means never."""
+    """Time between two looks for changes of the registry or the `library`; 0 means never."""
     library: str | None = None
-    """Published library to serve in place of the registry of `home`: `s3://bucket/prefix`, or an absolute directory that
-    machines share. It is followed every `reload_s` and never written to."""
+    """Published library to serve in place of the registry of `home`: `s3://bucket/prefix`, or an absolute directory
+    that machines share."""
 
     unproven_versions: bool = Field(
         default_factory=lambda: os.environ.get(UNPROVEN_VARIABLE, "") not in ("", "0", "false")
     )
-    """Whether versions of vLLM and LMCache may run that this release was not proven with; by default
-    `$LMCACHE_CARTRIDGE_UNPROVEN_VERSIONS`. They may answer wrongly without an error."""
+    """Whether untried versions of vLLM and LMCache may run, which may answer wrongly without an error; by default
+    `$LMCACHE_CARTRIDGE_UNPROVEN_VERSIONS`."""
 
     accept_weights: bool = False
-    """Whether cartridges are served whose model differs from the engine's in its weights alone: another quantisation, the
-    original of a quantised model, a fine-tune. For who measured that difference. Their canaries are asked too: the log
-    says how far the engine's answers are from those of the model that made a cartridge, which is served all the same
-    unless `canary` is `required` or the answers are no numbers."""
+    """Whether cartridges are served whose model differs from the engine's in its weights alone: another quantisation,
+    a fine-tune. What a canary finds is logged; it refuses only answers that are no numbers, or with `canary:
+    required` any that are off."""
 
     # S3. Credentials come from the environment, profiles and roles as for every AWS tool, never from here.
 
@@ -99,9 +98,9 @@ class Settings(BaseModel):
     s3_connections: int = Field(default=16, ge=1, le=256)
     """Connections to S3 at once, each with a thread that reads from it."""
     s3_part_bytes: Annotated[int, BeforeValidator(parse_bytes), Field(ge=1 << 16, le=1 << 30)] = 8 << 20
-    """Size of one request to S3. Larger reads are split, and their parts are read at once."""
+    """Size of one request to S3; parts of larger reads are read at once."""
     s3_timeout_s: float = Field(default=60.0, gt=0, le=3600)
-    """A read fails when it gets less than 64 KiB in this time, retries included. A slow link is no failure."""
+    """A read fails when it gets less than 64 KiB in this time, retries included."""
 
     # What requests may ask for; read by the API server.
 
@@ -110,8 +109,8 @@ class Settings(BaseModel):
     buckets: tuple[str, ...] = ()
     """`bucket` or `bucket/prefix` under which requests may name artefacts by `s3://` location."""
     imported_bytes: Bytes = 16 << 30
-    """Budget of the artefacts that are made of `.pt` files which requests name, under `disk_dir`; 0 refuses such files.
-    What was not used for longest goes first, and nothing that was used in the last hour."""
+    """Budget, under `disk_dir`, of the artefacts made of `.pt` files that requests name; 0 refuses such files. What
+    was not used for longest goes first; what was used in the last hour stays."""
     router: Literal["explicit", "label", "static", "composite"] = "explicit"
     """Which cartridges a request gets that names none. `explicit`: none. `label`: the label in its `label_field`.
     `static`: those in the map `static`. `composite`: the chain in `composites` that its `label_field` names."""
@@ -120,43 +119,39 @@ class Settings(BaseModel):
     static: dict[str, str] = {}
     """Cartridge by `model:NAME` or `key:SHA256-OF-THE-API-KEY`, and `*` for everybody else."""
     composites: dict[str, Annotated[list[str], Field(min_length=1, max_length=16)]] = {}
-    """Names for chains of cartridges; a request may use such a name like a cartridge's."""
+    """Names for chains of cartridges, used like a cartridge's."""
     model_aliases: dict[str, Annotated[list[str], Field(min_length=1, max_length=16)]] = {}
     """Model names by which a request gets these cartridges; `MODEL:CARTRIDGE` needs no alias."""
     required: bool = False
-    """Whether a request without a cartridge, named or from the router, is refused with 400 on every route that
-    generates."""
+    """Whether a request that generates without a cartridge, named or from the router, is refused with 400."""
     on_miss: Literal["error", "document"] = "error"
     """What a request gets when its trained cartridge cannot be loaded: an error, or an answer from the document's own
     text, where the cartridge carries it."""
     on_made_alone: Literal["notice", "error"] = "notice"
-    """What a chain gets with a trained cartridge in it that was made for less company: an answer with
-    the header `X-Cartridges-Notice`, or 400."""
+    """What a chain gets with a trained cartridge in it that was made for fewer others: an answer with the header
+    `X-Cartridges-Notice`, or 400."""
     ready_timeout_s: float = Field(default=30.0, gt=0)
     """How long a request waits in the API server until its cartridges are in memory."""
     retry_status: Literal[503, 425] = 503
-    """Status of an answer that says when to ask again. Take 425 behind a router that retries 503 or shuts a server out
-    after several; both say `Retry-After`, and `X-Should-Retry: true`, by which the stock OpenAI client asks again."""
+    """Status of an answer that says when to ask again. Take 425 behind a router that retries 503 itself."""
     drain_s: float = Field(default=0.0, ge=0, le=600)
-    """How long a server that was told to stop (SIGTERM) still takes requests. `GET /health` says 503 meanwhile, so that
-    routers send no more. What runs then may go on for vLLM's `--shutdown-timeout`."""
+    """How long a server that was told to stop (SIGTERM) still takes requests, while `GET /health` says 503."""
     canary: bool | Literal["required"] = True
     """Whether the engine must first answer each cartridge's own questions right. `required` also refuses cartridges
-    that carry no questions."""
+    without questions."""
     plain_prompts: Literal["trusted", "all", "none"] = "trusted"
-    """Which cartridges may answer the prompts that begin with their text and do not name them. `trusted`: prefill ones
-    whose canary this engine has answered right since it started; with `canary` off, and where a cartridge has no canary
-    that can be asked, it answers those that name it alone. `all`: every one that is sound, tried or not. `none`: none."""
+    """Which prefill cartridges may answer prompts that begin with their text and name none. `trusted`: those whose
+    canary this engine has answered right since it started. `all`: every sound one. `none`: none."""
     resident_names: int = Field(default=0, ge=0, le=1024)
-    """How many cartridges that are whole in memory `/metrics` names, for routers that place by it: the most recently used
-    ones. Each change of what is named is a new time series."""
+    """How many cartridges in memory `/metrics` names, for routers that place by it, the last used first. Each change
+    is a new time series."""
     kv_events: bool = False
-    """Whether vLLM's KV events, where it publishes them (`--kv-events-config`), also tell which cartridges are whole in
-    memory (`CPU`) and on the local disk (`STORAGE`). They carry token ids."""
+    """Whether vLLM's KV events (`--kv-events-config`) also tell which cartridges are whole in memory (`CPU`) and on
+    the local disk (`STORAGE`). They carry token ids."""
     salt_secret_file: Path | None = None
-    """File with the secret, of 32 bytes or more, that a fleet's servers share, so that vLLM's block hashes of one cartridge
-    agree between them; by default `$LMCACHE_CARTRIDGE_SALT_SECRET`, or else each API server has one of its own. Who knows
-    it and a digest can read the KV of others' requests for that cartridge."""
+    """File with a secret of 32 bytes or more that a fleet's servers share, so that vLLM's block hashes of a cartridge
+    agree between them; by default `$LMCACHE_CARTRIDGE_SALT_SECRET`, else each API server has its own. Who knows it
+    and a digest can read the KV of others' requests for that cartridge."""
     admin: bool = False
     """Whether `POST /v1/cartridges/...` may preload, pin, unpin, evict, and drain the server."""
 

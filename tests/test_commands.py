@@ -28,7 +28,7 @@ from lmcache_cartridge.serve.processes import SMALL
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-ELSEWHERE = {"tutorial.md"}
+ELSEWHERE = {"quickstart.md"}
 """Typed from top to bottom by `test_tutorial`."""
 
 BY_OTHERS = {
@@ -293,13 +293,18 @@ def test_what_the_structure_page_names_is_there(file: str, name: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_a_link_of_a_page_leads_somewhere(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    links = {link for link in re.findall(r"\]\(([^)]+)\)", text) if not link.startswith("http")}
-    headings = {
-        "#" + re.sub(r"[^a-z0-9 -]", "", h.lower()).replace(" ", "-") for h in re.findall(r"^#+ (.*)$", text, re.M)
-    }
-    for link in links:
-        assert link in headings if link.startswith("#") else (page.parent / link.partition("#")[0]).exists(), link
+    for link in re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
+        file, _, heading = link.partition("#")
+        target = page.parent / file if file else page
+        if not link.startswith("http"):
+            assert target.exists(), link
+            assert not heading or heading in headings(target), link
+
+
+def headings(page: Path) -> set[str]:
+    """Return what a link may have behind `#`."""
+    found = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.M)
+    return {re.sub(r"[^a-z0-9 -]", "", heading.lower()).replace(" ", "-") for heading in found}
 
 
 def test_the_readme_is_short() -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from lmcache_cartridge.serve.processes import SMALL, free_port
 
-PAGE = Path(__file__).parents[1] / "docs" / "tutorial.md"
+PAGE = Path(__file__).parents[1] / "docs" / "quickstart.md"
 _MARK = "=== step "
 
 

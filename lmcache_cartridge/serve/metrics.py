@@ -39,62 +39,62 @@ class Number(NamedTuple):
 
 
 TIER_NUMBERS = (
-    Number("hits", "counter", "Chunks asked of a tier that it held; of the disk cache, one rank's part of them."),
+    Number("hits", "counter", "Chunks asked of a tier that it held; of the disk, one rank's part of them."),
     Number("misses", "counter", "Chunks asked of a tier that it did not hold, or not yet. Hit rate: hits / (hits + misses)."),
     Number("promoted", "counter", "Chunks that came into a tier. promoted - evicted = resident in device and cpu."),
-    Number("evicted", "counter", "Chunks dropped from a tier: to make room, or on request. Many a second: too small a budget."),
+    Number("evicted", "counter", "Chunks dropped from a tier. Many a second: too small a budget."),
     Number("failed", "counter", "Loads into device or cpu, or reads of a source, that failed. They are tried again."),
     Number("reads", "counter", "Reads of a source, each of one rank's part of a chunk."),
     Number("read_bytes", "counter", "Bytes read from a tier."),
     Number("written_bytes", "counter", "Bytes written to a tier."),
     Number("read_seconds", "counter", "Time spent in reads of a source and their checks, all threads together."),
-    Number("corrupt_copies", "counter", "Copies from a source, or from the disk tier before it, whose checksum was wrong. Any is worth a look.", "corrupt"),
+    Number("corrupt_copies", "counter", "Copies from a source or the disk whose checksum was wrong.", "corrupt"),
     Number("resident_chunks", "gauge", "Chunks a tier holds now.", "resident"),
-    Number("resident_bytes", "gauge", "Bytes a tier holds now, never above its budget. The disk tier's ranks share one directory: take max, not sum."),
-    Number("budget_bytes", "gauge", "Bytes a tier may hold. The disk tier's ranks share one directory: take max, not sum."),
-    Number("free_bytes", "gauge", "Bytes of a tier's budget that nothing is in. What nobody relies on makes room for more."),
+    Number("resident_bytes", "gauge", "Bytes a tier holds now. Ranks share the disk: take max, not sum."),
+    Number("budget_bytes", "gauge", "Bytes a tier may hold. Ranks share the disk: take max, not sum."),
+    Number("free_bytes", "gauge", "Bytes of a tier's budget that nothing is in."),
     Number("loading_chunks", "gauge", "Loads into a tier in flight or queued.", "loading"),
-    Number("held_chunks", "gauge", "Chunks that may not be evicted now: claimed by a request, pin or preload, leased, or lent.", "held"),
-    Number("leased_chunks", "gauge", "Leases of chunks, promised to the scheduler for a request that has not come for them yet.", "leased"),
+    Number("held_chunks", "gauge", "Chunks that may not be evicted now.", "held"),
+    Number("leased_chunks", "gauge", "Leases of chunks, found by a lookup and not read yet.", "leased"),
     Number("lent_chunks", "gauge", "Loans of chunks whose bytes are being injected now.", "lent"),
 )  # fmt: skip
 """By tier and rank."""
 RANK_NUMBERS = (
-    Number("served_cartridges", "gauge", "Registered cartridges, by version, that this rank serves.", "served"),
-    Number("refused_cartridges", "gauge", "Registered cartridges that this rank does not serve; `/v1/cartridges` says why.", "refused"),
-    Number("quarantined_cartridges", "gauge", "Cartridges set aside since their bytes were wrong; `lmcache-cartridge verify` lifts it.", "quarantined"),
+    Number("served_cartridges", "gauge", "Registered cartridges, by version, that it serves.", "served"),
+    Number("refused_cartridges", "gauge", "Registered cartridges that it does not serve; `/v1/cartridges` says why.", "refused"),
+    Number("quarantined_cartridges", "gauge", "Cartridges whose bytes were wrong; `lmcache-cartridge verify` lifts it.", "quarantined"),
     Number("pinned_cartridges", "gauge", "Cartridges pinned into memory.", "pinned"),
-    Number("waiting_claims", "gauge", "Cartridges and chains that are claimed and not whole in memory yet.", "loading"),
-    Number("open_claims", "gauge", "Claims that requests have on cartridges and chains, so that these stay in memory.", "claims"),
-    Number("oldest_claim_seconds", "gauge", "Age of the oldest of these claims; far above the longest answer: a leak.", "oldest_claim_s"),
-    Number("background_errors", "counter", "Errors of background threads, which went on; the log has the first, second, fourth and so on of a thread. Its process's, so take max, not sum."),
+    Number("waiting_claims", "gauge", "Cartridges and chains claimed and not whole in memory yet.", "loading"),
+    Number("open_claims", "gauge", "Claims of requests, by which cartridges stay in memory.", "claims"),
+    Number("oldest_claim_seconds", "gauge", "Age of the oldest claim; far above the longest answer: a leak.", "oldest_claim_s"),
+    Number("background_errors", "counter", "Errors of a process's background threads, which went on: take max, not sum."),
 )  # fmt: skip
 """By rank."""
 LOADS = Number("load_seconds", "histogram", "Time a load of one chunk into a tier took, failed ones too.")
 """By tier and rank."""
 RESIDENTS = Number(
     "resident_names", "gauge",
-    "Which cartridges are whole in the memory of every rank, the last used first, and which are being loaded, as names for the field `model`; how many memory has room for. The value is the time in seconds. Only with `resident_names`.",
+    "Cartridges in the memory of every rank, those being loaded, and how many there is room for; the value is the time. Only with the setting `resident_names`.",
 )  # fmt: skip
 """By lists of names, with the labels of vLLM's own gauge for adapters."""
 RESIDENT_LABELS = ("running_lora_adapters", "waiting_lora_adapters", "max_lora")
 """What llm-d's `lora-affinity-scorer` reads of the metric that `engineConfigs[].loraSpec` names (llm-d-router 0.10)."""
 SERVER_NUMBERS = (
-    Number("requests", "counter", "Requests that named cartridges, by outcome: used, document (its text took their place), refused_STATUS, failed (vLLM refused the rest of it), abandoned (the client left)."),
-    Number("lost_prompts", "counter", "Prompts counted as used whose KV the engine lost after all, by outcome: document (its text took their place) or error."),
-    Number("canaries", "counter", "Cartridges that the engine was asked about before their first request, by outcome: passed, accepted (made with other weights, which accept_weights allows, and as far off as those), failed (set aside on this engine) or unfinished (asked again by the next request)."),
-    Number("positions", "counter", "Prompt positions that cartridges with KV took in used requests: what was not prefilled, but for incomplete last chunks and lost prompts."),
-    Number("request_wait_seconds", "histogram", "Time a request waited in the API server for its cartridges to be loaded."),
-    Number("waiting_requests", "gauge", "Requests that wait in the API server for their cartridges now."),
+    Number("requests", "counter", "Requests that named cartridges: used, document (its text took their place), refused_STATUS, failed (vLLM refused them), abandoned (the client left)."),
+    Number("lost_prompts", "counter", "Prompts counted as used whose KV the engine lost after all: document (its text took their place) or error."),
+    Number("canaries", "counter", "Canaries asked: passed, accepted (other weights, with `accept_weights`), failed (set aside) or unfinished (asked again)."),
+    Number("positions", "counter", "Prompt positions that cartridges with KV took in used requests."),
+    Number("request_wait_seconds", "histogram", "Time a request waited for its cartridges to be loaded."),
+    Number("waiting_requests", "gauge", "Requests that wait for their cartridges now."),
     Number("status_failures", "counter", "Times the workers did not tell their numbers."),
-    Number("status_age_seconds", "gauge", "Age of the numbers that have a rank. More than some seconds: workers hang."),
+    Number("status_age_seconds", "gauge", "Age of the numbers with a rank. More than some seconds: workers hang."),
 )  # fmt: skip
 """Of the API server itself."""
 _OF_SERVER = {row.name: row for row in SERVER_NUMBERS}
 LIBRARY_NUMBERS = (
-    Number("library_position", "gauge", "Number of the published library's last change that this server knows."),
-    Number("library_age_seconds", "gauge", "Time since the published library was last looked at with success. Above some `reload_s`: S3 cannot be reached, or the log is damaged."),
-    Number("library_failing", "gauge", "1 where the last look at the published library failed; what was known is served on, and `/v1/cartridges` says why."),
+    Number("library_position", "gauge", "The published library's last change that this server knows."),
+    Number("library_age_seconds", "gauge", "Time since the published library was last read. Above some `reload_s`: S3 is away, or the index damaged."),
+    Number("library_failing", "gauge", "1 where the published library could not be read; `/v1/cartridges` says why."),
 )  # fmt: skip
 """Of the published library, where one is followed."""
 OUTCOMES = {
