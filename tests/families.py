@@ -178,9 +178,9 @@ ROTATING = {
 """The layers that rotate their keys, of families that can be chained."""
 
 
-def make_model(directory: Path, config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> Path:
+def make_model(directory: Path, config: PreTrainedConfig, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
     """Save a random model of a config at `directory` and return it."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     auto = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
     auto.from_config(config, dtype=dtype).save_pretrained(directory)
     for file in MODEL_DIR.glob("*token*"):
