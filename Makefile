@@ -26,7 +26,7 @@ next: $(READY)
 py312: $(READY)
 	.ci/py312
 
-# One tier of docs/validate.md or several, `TIER=0,3cross`, or `TIER=all`, which takes ten minutes; MODEL is a directory.
+# One tier of docs/measuring.md or several, `TIER=0,3cross`, or `TIER=all`, which takes ten minutes; MODEL is a directory.
 TIER ?= -1,0,0.5,1,1b,2,3,3cross,5,7,10,11
 MODEL ?= lmcache_cartridge/cli/recall/model
 cartridges-test: $(READY)

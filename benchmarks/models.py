@@ -8,7 +8,7 @@ after the plain prompt. Figures are the largest difference of the log probabilit
 server's plain prompt to transformers'; `cartridge` to the server's own plain prompt; `chain` and `trained` to
 transformers after the same KV; `other` after another document, which is how large a wrong answer is. A family that
 `build` or the server refuses has the reason in place of figures. Each family runs in a process of its own; what goes
-wrong in one is its row's. `docs/generate.py` makes docs/models.md of it.
+wrong in one is its row's. `docs/generate.py` makes part of docs/compatibility.md of it.
 """
 
 from __future__ import annotations

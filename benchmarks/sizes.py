@@ -1,4 +1,4 @@
-"""How many bytes a cartridge has, by model and positions, computed from each model's shape: what docs/memory.md has.
+"""How many bytes a cartridge has, by model and positions, computed from each model's shape: what docs/operations.md has.
 
 A position takes 2 planes x layers x KV heads x head size x 2 bytes of bfloat16; nothing else grows with p but checksums.
 """

@@ -35,7 +35,7 @@ LMCACHE_TRACK_USAGE=false lmcache server --host 127.0.0.1 --port 5755 --http-por
 # 2. vLLM, as soon as the other has started. With "kv_role": "kv_consumer" LMCache saves nothing of what it computes.
 #    `kv_load_failure_policy` must be fail where trained cartridges are served.
 #    `--disable-hybrid-kv-cache-manager` keeps the KV of full and sliding layers in equal blocks; without it models of both
-#    are refused here (docs/modes.md). It changes nothing for others. Where every layer has a window, `kv_role` must be kv_consumer.
+#    are refused here (docs/compatibility.md). It changes nothing for others. Where every layer has a window, `kv_role` must be kv_consumer.
 #    With GPU wheels: `vllm serve "$MODEL"` in the place of `python -m ... --model "$MODEL"`.
 VLLM_PLUGINS=cartridges LMCACHE_CONFIG_FILE=$YAML VLLM_NO_USAGE_STATS=1 \
 python -m vllm.entrypoints.launchers.api_server.entry --model "$MODEL" --enable-prompt-tokens-details \

@@ -165,6 +165,27 @@ def _ratio(result: Result, peers: Peers, case: Case, ours: str, peer: str) -> st
     )
 
 
+def families(result: Result) -> str:
+    """Return which families of `benchmarks/models.py` are sound in every mode, how far off at most, and what is said of others."""
+    told: dict[str, dict[str, None]] = {}
+    for one in result.figures:
+        if one.what == "sound":
+            notes = told.setdefault(str(one.case["model"]), {})
+            if one.case["sound"] != "yes" or "note" in one.case:
+                why = one.case.get("note", "not the answers of the prompt")
+                notes[f"{one.case['mode']}: {why}"] = None
+    sound = [name for name, notes in told.items() if not notes]
+    of = [one for one in result.figures if one.case["model"] in sound]
+    most = {
+        what: max(one.value for one in of if one.what == what)
+        for what in ("noise", "cartridge", "chain", "trained")
+        if any(one.what == what for one in of)
+    }
+    off = ", ".join(f"{what} {_digits(value)}" for what, value in most.items())
+    alike = f"The prompt's answers in every mode: {', '.join(sound)}. Nats off at most: {off}."
+    return "\n".join([alike, "", *(f"- {name}: {'; '.join(notes)}" for name, notes in told.items() if notes)]).rstrip()
+
+
 def section(results: Results, benchmark: str) -> str:
     """Return all that was measured by a benchmark, or the command that measures it."""
     found = results.of(benchmark)
@@ -176,6 +197,6 @@ def section(results: Results, benchmark: str) -> str:
         parts += [
             f"`{result.command}`: {result.about()}.",
             *filter(None, [peers and compared(result, peers)]),
-            measured(result),
+            families(result) if benchmark == "models" else measured(result),
         ]
     return "\n\n".join(parts)

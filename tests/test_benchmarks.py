@@ -74,7 +74,7 @@ def test_the_sizes_in_the_docs_are_those_computed_from_the_models() -> None:
     sizes = importlib.import_module("sizes")
     rows = sizes.rows()
     assert {row["model"]: row["p = 16,384"] for row in rows}["Qwen2.5-1.5B"] == "448 MiB", "28 * 2 * 2 * 128 * 2 * p"
-    assert sizes.markdown(rows) in (BENCHMARKS.parent / "docs" / "memory.md").read_text()
+    assert sizes.markdown(rows) in (BENCHMARKS.parent / "docs" / "operations.md").read_text()
 
 
 def test_dropping_a_file_from_the_page_cache_is_proved(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import report
 
@@ -29,7 +30,6 @@ FIGURE = re.compile(
 """A percentage, a time, a rate, a factor, a range of decimals, a small difference, or cells of a table that are numbers."""
 
 ALLOWED = {
-    "keeps less than 80%": "a default: --accept",
     "must keep 80%": "a default: --accept",
     "1.5 times its even share": "Envoy's setting in the configuration that the page shows",
     "costs its timeout, 0.25 s": "a setting of the picker",
@@ -126,3 +126,24 @@ def test_a_result_of_the_smallest_form_is_in_no_page(results: Any) -> None:
     path, _, read = results
     path.write_text(json.dumps(json.loads(path.read_text()) | {"form": "smoke"}))
     assert read().of("ttft") == []
+
+
+def test_of_model_families_the_sound_are_named_and_of_others_it_is_said_why(results: Any) -> None:
+    path, _, read = results
+    record = json.loads(path.read_text()) | {"benchmark": "models"}
+    rows = [
+        ("llama", "in-process", "yes", ""),
+        ("llama", "multiprocess", "yes", ""),
+        ("mamba", "all", "yes", "refused: no KV"),
+    ]
+    rows += [("odd", "in-process", "NO", "")]
+    record["figures"] = [
+        report.Figure.counted(
+            mark == "yes", "sound", "", model=model, mode=mode, sound=mark, **({"note": note} if note else {})
+        )
+        for model, mode, mark, note in rows
+    ] + [report.Figure.counted(7e-5, "cartridge", "nats", model="llama", mode="in-process")]
+    path.write_text(json.dumps({**record, "figures": [msgspec.to_builtins(one) for one in record["figures"]]}))
+    said = figures.section(read(), "models")
+    assert "in every mode: llama. Nats off at most: cartridge 7e-05." in said
+    assert "- mamba: all: refused: no KV\n- odd: in-process: not the answers of the prompt" in said

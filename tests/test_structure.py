@@ -1,4 +1,4 @@
-"""The house stands as `docs/structure.md` draws it: who may import whom, what is private, how large a file may be."""
+"""The house stands as CONTRIBUTING.md draws it: who may import whom, what is private, how large a file may be."""
 
 from __future__ import annotations
 
