@@ -10,7 +10,7 @@ from typing import NamedTuple
 from lmcache_cartridge.artifact.model import Fingerprint
 from lmcache_cartridge.cli.show import size
 
-POSITIONS = (256, 1024, 4096, 8192, 16_384, 32_768)
+POSITIONS = (1024, 4096, 16_384)
 
 
 class Shape(NamedTuple):

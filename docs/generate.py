@@ -30,7 +30,7 @@ def settings() -> str:
     """Return the list of all settings, from the class that reads them."""
     effects = docstrings(Settings)
     return "\n".join(
-        f"- `{name}` ({', '.join(filter(None, [_kind(name, field), _default(name, field)]))}): {effects[name]}"
+        f"- `{name}` ({_default(name, field) or _type(field.annotation)}{_bounds(name, field)}): {effects[name]}"
         for name, field in Settings.model_fields.items()
     )
 
@@ -47,25 +47,18 @@ def docstrings(of: type) -> dict[str, str]:
     return found
 
 
-def _kind(name: str, field: Any) -> str:
-    """Return what may be written, with its unit and bounds."""
-    if name.endswith("_bytes"):
-        return "bytes"
-    has_default = field.annotation is bool and not field.default_factory
-    kind = "" if has_default else _type(field.annotation)
-    if name.endswith("_s"):
-        kind = "seconds"
-    for bound in field.metadata:
-        for key, words in (("ge", "from"), ("gt", "above"), ("le", "to")):
-            if (limit := getattr(bound, key, None)) is not None:
-                kind += f" {words} {limit:g}"
-    return kind
+def _bounds(name: str, field: Any) -> str:
+    """Return between what a number has to be, where both are said."""
+    limits = {key: getattr(bound, key) for bound in field.metadata for key in ("ge", "gt", "le") if hasattr(bound, key)}
+    if "le" not in limits or name.endswith("_bytes"):
+        return ""
+    return f", {'above ' * ('gt' in limits)}{limits.get('ge', limits.get('gt')):g} to {limits['le']:g}"
 
 
 def _type(annotation: Any) -> str:
     origin, inside = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Literal:
-        return ", ".join(f"`{value}`" for value in inside)
+        return " or ".join(f"`{value}`" for value in inside)
     if origin in (typing.Union, types.UnionType):
         return " or ".join(_type(part) for part in inside if part is not types.NoneType)
     if origin is typing.Annotated:
@@ -78,13 +71,16 @@ def _type(annotation: Any) -> str:
 
 
 def _default(name: str, field: Any) -> str:
+    """Return the default, and what else may be chosen; nothing where the effect says it."""
     value = None if field.default_factory else field.get_default()
     if value is None or value in ((), {}):
-        return ""  # the effect says which
+        return ""
     if name.endswith("_bytes"):
         unit, shift = next((u, s) for u, s in (("GiB", 30), ("MiB", 20), ("B", 0)) if value >> s)
-        return f"default `{value >> shift}{unit}`"
-    return f"default `{str(value).lower() if isinstance(value, bool) else format(value, 'g') if isinstance(value, float) else value}`"
+        return f"`{value >> shift}{unit}`"
+    shown = str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else value
+    choices = [] if field.annotation is bool else re.findall(r"`(\w+)`", _type(field.annotation))
+    return " or ".join(f"`{choice}`" for choice in dict.fromkeys([str(shown), *choices]))
 
 
 def metrics_table() -> list[tuple[str, str, tuple[str, ...], str]]:

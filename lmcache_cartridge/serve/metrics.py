@@ -39,30 +39,30 @@ class Number(NamedTuple):
 
 
 TIER_NUMBERS = (
-    Number("hits", "counter", "Chunks asked of a tier that it held; of the disk, one rank's part of them."),
-    Number("misses", "counter", "Chunks asked of a tier that it did not hold, or not yet. Hit rate: hits / (hits + misses)."),
-    Number("promoted", "counter", "Chunks that came into a tier. promoted - evicted = resident in device and cpu."),
+    Number("hits", "counter", "Chunks asked of a tier that it held."),
+    Number("misses", "counter", "Chunks asked of a tier that it did not hold, or not yet."),
+    Number("promoted", "counter", "Chunks that came into a tier."),
     Number("evicted", "counter", "Chunks dropped from a tier. Many a second: too small a budget."),
-    Number("failed", "counter", "Loads into device or cpu, or reads of a source, that failed. They are tried again."),
-    Number("reads", "counter", "Reads of a source, each of one rank's part of a chunk."),
+    Number("failed", "counter", "Loads and reads that failed; they are tried again."),
+    Number("reads", "counter", "Reads of a source."),
     Number("read_bytes", "counter", "Bytes read from a tier."),
     Number("written_bytes", "counter", "Bytes written to a tier."),
-    Number("read_seconds", "counter", "Time spent in reads of a source and their checks, all threads together."),
+    Number("read_seconds", "counter", "Time of reads of a source and their checks, all threads together."),
     Number("corrupt_copies", "counter", "Copies from a source or the disk whose checksum was wrong.", "corrupt"),
     Number("resident_chunks", "gauge", "Chunks a tier holds now.", "resident"),
-    Number("resident_bytes", "gauge", "Bytes a tier holds now. Ranks share the disk: take max, not sum."),
+    Number("resident_bytes", "gauge", "Bytes a tier holds. Ranks share the disk: take max, not sum."),
     Number("budget_bytes", "gauge", "Bytes a tier may hold. Ranks share the disk: take max, not sum."),
     Number("free_bytes", "gauge", "Bytes of a tier's budget that nothing is in."),
     Number("loading_chunks", "gauge", "Loads into a tier in flight or queued.", "loading"),
     Number("held_chunks", "gauge", "Chunks that may not be evicted now.", "held"),
-    Number("leased_chunks", "gauge", "Leases of chunks, found by a lookup and not read yet.", "leased"),
-    Number("lent_chunks", "gauge", "Loans of chunks whose bytes are being injected now.", "lent"),
+    Number("leased_chunks", "gauge", "Chunks found by a lookup and not read yet.", "leased"),
+    Number("lent_chunks", "gauge", "Chunks that are being injected.", "lent"),
 )  # fmt: skip
 """By tier and rank."""
 RANK_NUMBERS = (
-    Number("served_cartridges", "gauge", "Registered cartridges, by version, that it serves.", "served"),
-    Number("refused_cartridges", "gauge", "Registered cartridges that it does not serve; `/v1/cartridges` says why.", "refused"),
-    Number("quarantined_cartridges", "gauge", "Cartridges whose bytes were wrong; `lmcache-cartridge verify` lifts it.", "quarantined"),
+    Number("served_cartridges", "gauge", "Registered cartridges, by version, that are served.", "served"),
+    Number("refused_cartridges", "gauge", "Registered cartridges that are not served; `/v1/cartridges` says why.", "refused"),
+    Number("quarantined_cartridges", "gauge", "Cartridges whose bytes were wrong.", "quarantined"),
     Number("pinned_cartridges", "gauge", "Cartridges pinned into memory.", "pinned"),
     Number("waiting_claims", "gauge", "Cartridges and chains claimed and not whole in memory yet.", "loading"),
     Number("open_claims", "gauge", "Claims of requests, by which cartridges stay in memory.", "claims"),
@@ -70,11 +70,11 @@ RANK_NUMBERS = (
     Number("background_errors", "counter", "Errors of a process's background threads, which went on: take max, not sum."),
 )  # fmt: skip
 """By rank."""
-LOADS = Number("load_seconds", "histogram", "Time a load of one chunk into a tier took, failed ones too.")
+LOADS = Number("load_seconds", "histogram", "Time of loads of one chunk, failed ones too.")
 """By tier and rank."""
 RESIDENTS = Number(
     "resident_names", "gauge",
-    "Cartridges in the memory of every rank, those being loaded, and how many there is room for; the value is the time. Only with the setting `resident_names`.",
+    "Cartridges in every rank's memory, those being loaded, and room for how many. Only with the setting `resident_names`.",
 )  # fmt: skip
 """By lists of names, with the labels of vLLM's own gauge for adapters."""
 RESIDENT_LABELS = ("running_lora_adapters", "waiting_lora_adapters", "max_lora")
@@ -93,7 +93,7 @@ SERVER_NUMBERS = (
 _OF_SERVER = {row.name: row for row in SERVER_NUMBERS}
 LIBRARY_NUMBERS = (
     Number("library_position", "gauge", "The published library's last change that this server knows."),
-    Number("library_age_seconds", "gauge", "Time since the published library was last read. Above some `reload_s`: S3 is away, or the index damaged."),
+    Number("library_age_seconds", "gauge", "Time since the published library was last read."),
     Number("library_failing", "gauge", "1 where the published library could not be read; `/v1/cartridges` says why."),
 )  # fmt: skip
 """Of the published library, where one is followed."""
