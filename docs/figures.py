@@ -159,24 +159,30 @@ def compared(result: Result, peers: Peers, contenders: Sequence[str] | None = No
     ratios = {
         f"{ours} / {peer}": [_ratio(result, peers, case, ours, peer) for case in cases.values()] for ours, peer in pairs
     }
+    if not contenders and len(cases) > 6:
+        ends = {name: [each for each in those if each is not None] for name, those in ratios.items()}
+        lines = [f"- {name}: {min(of):.3g} to {max(of):.3g} in {len(of)} cases" for name, of in ends.items() if of]
+        return "\n".join([f"{peers.what.capitalize()}:", "", *lines])
     unit = f", {SCALE.get(found[0].unit, (1, found[0].unit))[1].strip()}" * bool(contenders)
     same = "".join(f", {_case({key: next(iter(those))})}" for key, those in values.items() if len(those) == 1)
-    return f"{peers.what.capitalize()}{unit}{same}:\n\n{_rows(keys, rows, ratios)}"
+    more = {name: [_marked(each, peers) for each in those] for name, those in ratios.items()}
+    return f"{peers.what.capitalize()}{unit}{same}:\n\n{_rows(keys, rows, more)}"
 
 
 def _case(case: Case) -> str:
     return ", ".join(f"{key} = {_shown(value)}" for key, value in case.items())
 
 
-def _ratio(result: Result, peers: Peers, case: Case, ours: str, peer: str) -> str:
-    both = [figure(result, peers.what, {**case, peers.key: one}) for one in (ours, peer)]
-    if None in both or not both[1].value:
+def _ratio(result: Result, peers: Peers, case: Case, ours: str, peer: str) -> float | None:
+    one, other = (figure(result, peers.what, {**case, peers.key: each}) for each in (ours, peer))
+    return one.value / other.value if one and other and other.value else None
+
+
+def _marked(ratio: float | None, peers: Peers) -> str:
+    if ratio is None:
         return ""
-    ratio = both[0].value / both[1].value
-    is_worse = ratio > 1 if peers.lower_is_better else ratio < 1
-    return f"{ratio:.3g}" + (
-        f", **{'slower' if peers.what != 'hits' else 'fewer'}**" if is_worse and f"{ratio:.3g}" != "1" else ""
-    )
+    is_worse = (ratio > 1) == peers.lower_is_better and f"{ratio:.3g}" != "1"
+    return f"{ratio:.3g}" + ", **slower**" * is_worse
 
 
 def families(result: Result) -> str:
