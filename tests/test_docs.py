@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 from pathlib import Path
 from typing import Any
@@ -36,3 +37,23 @@ def test_a_new_setting_makes_the_page_stale(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_every_setting_has_a_docstring() -> None:
     assert set(GENERATE["docstrings"](Settings)) == set(Settings.model_fields)
+
+
+ROOT = DOCS.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_what_is_to_be_read_is_short() -> None:
+    pages = {path.name: len(path.read_text(encoding="utf-8").split()) for path in DOCS.glob("*.md")}
+    assert len(README.split()) <= 700 and len(README.splitlines()) <= 110
+    assert len(pages) <= 11 and sum(pages.values()) + len(README.split()) <= 13_000, pages
+
+
+def test_the_readme_says_how_long_the_package_is() -> None:
+    said = int(re.findall(r"some ([0-9,]+) lines of Python", README)[0].replace(",", ""))
+    lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in ROOT.glob("lmcache_cartridge/**/*.py"))
+    assert abs(lines - said) <= said / 10
+
+
+def test_each_page_is_reached_from_the_readme() -> None:
+    assert [path.name for path in DOCS.glob("*.md") if f"(docs/{path.name})" not in README] == []

@@ -1,4 +1,4 @@
-"""The tutorial, typed from top to bottom in one directory, before one server: every block, and what it shows of what comes."""
+"""The quickstart, typed from top to bottom in one directory, before one server: every block, and what it shows of what comes."""
 
 from __future__ import annotations
 
