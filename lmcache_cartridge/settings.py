@@ -53,23 +53,22 @@ class Settings(BaseModel):
     """Directory of the registry and of cartridges built here; by default `$LMCACHE_CARTRIDGE_HOME`, or
     `lmcache-cartridge` under `$XDG_DATA_HOME` or `~/.local/share`."""
     device_bytes: Bytes | None = None
-    """Budget of the device tier, in the accelerator's memory; 0 switches it off. By default 1 GiB, or a quarter of what
-    vLLM's own cache leaves free where that is less. More than is free is refused. CPU engines have no device tier."""
+    """Budget of the device tier, in the accelerator's memory; 0 switches it off. By default 1 GiB, or a quarter of
+    what vLLM's own cache leaves free where that is less."""
     cpu_bytes: Bytes = 1 << 30
-    """Budget of the cpu tier: the host's memory for chunks, in each worker."""
+    """Budget of the cpu tier, the host's memory, in each worker."""
     disk_bytes: Bytes = 16 << 30
-    """Budget of the disk tier, shared by all processes with the same `disk_dir`. It keeps what was read from S3 as
-    fast as the disk can write; 0 switches it off."""
+    """Budget of the disk tier, for what was read from S3, of all processes with the same `disk_dir`; 0 switches it
+    off."""
     disk_local: bool = False
-    """Whether the disk tier also copies artefacts that lie in directories, for slow network storage."""
+    """Whether the disk tier also copies artefacts that lie in directories, as on slow network storage."""
     disk_dir: Path | None = None
     """Directory of the disk tier; by default `$LMCACHE_CARTRIDGE_CACHE`, or `lmcache-cartridge` under
     `$XDG_CACHE_HOME` or `~/.cache`."""
     lookup_timeout_s: float = Field(default=0.0, ge=0, le=60)
-    """How long the scheduler, and so every request, may wait in a lookup for chunks to be loaded. Requests that name
-    cartridges wait in the API server instead."""
+    """How long the scheduler, and so every request, may wait in a lookup for chunks to be loaded."""
     lease_s: float = Field(default=300.0, gt=0)
-    """How long a chunk that a lookup found stays in memory where no request comes to read it."""
+    """How long a chunk that a lookup found stays in memory where no request reads it."""
     load_threads: int = Field(default=4, ge=1, le=256)
     """Chunks read at once from directories; from S3 as many as `s3_connections`."""
     reload_s: float = Field(default=1.0, ge=0)
@@ -86,8 +85,7 @@ class Settings(BaseModel):
 
     accept_weights: bool = False
     """Whether cartridges are served whose model differs from the engine's in its weights alone: another quantisation,
-    a fine-tune. What a canary finds is logged; it refuses only answers that are no numbers, or with `canary:
-    required` any that are off."""
+    a fine-tune. What their canaries find is logged, and with `canary: required` refuses them."""
 
     # S3. Credentials come from the environment, profiles and roles as for every AWS tool, never from here.
 
@@ -96,9 +94,9 @@ class Settings(BaseModel):
     s3_region: str | None = None
     """Region; by default that of the environment or profile."""
     s3_connections: int = Field(default=16, ge=1, le=256)
-    """Connections to S3 at once, each with a thread that reads from it."""
+    """Connections to S3 at once."""
     s3_part_bytes: Annotated[int, BeforeValidator(parse_bytes), Field(ge=1 << 16, le=1 << 30)] = 8 << 20
-    """Size of one request to S3; parts of larger reads are read at once."""
+    """Size of one request to S3."""
     s3_timeout_s: float = Field(default=60.0, gt=0, le=3600)
     """A read fails when it gets less than 64 KiB in this time, retries included."""
 
@@ -109,11 +107,11 @@ class Settings(BaseModel):
     buckets: tuple[str, ...] = ()
     """`bucket` or `bucket/prefix` under which requests may name artefacts by `s3://` location."""
     imported_bytes: Bytes = 16 << 30
-    """Budget, under `disk_dir`, of the artefacts made of `.pt` files that requests name; 0 refuses such files. What
-    was not used for longest goes first; what was used in the last hour stays."""
+    """Budget, under `disk_dir`, of artefacts made of `.pt` files that requests name; 0 refuses such files. What was
+    not used for longest goes first."""
     router: Literal["explicit", "label", "static", "composite"] = "explicit"
-    """Which cartridges a request gets that names none. `explicit`: none. `label`: the label in its `label_field`.
-    `static`: those in the map `static`. `composite`: the chain in `composites` that its `label_field` names."""
+    """Which cartridges a request gets that names none: none, the label's in its `label_field`, those of `static`,
+    or the chain in `composites` that its `label_field` names."""
     label_field: str = "cartridge_label"
     """Request field that holds a label."""
     static: dict[str, str] = {}
@@ -128,30 +126,28 @@ class Settings(BaseModel):
     """What a request gets when its trained cartridge cannot be loaded: an error, or an answer from the document's own
     text, where the cartridge carries it."""
     on_made_alone: Literal["notice", "error"] = "notice"
-    """What a chain gets with a trained cartridge in it that was made for fewer others: an answer with the header
-    `X-Cartridges-Notice`, or 400."""
+    """What a chain gets that has a trained cartridge made for fewer others: the header `X-Cartridges-Notice`, or 400."""
     ready_timeout_s: float = Field(default=30.0, gt=0)
-    """How long a request waits in the API server until its cartridges are in memory."""
+    """How long a request waits until its cartridges are in memory."""
     retry_status: Literal[503, 425] = 503
-    """Status of an answer that says when to ask again. Take 425 behind a router that retries 503 itself."""
+    """Status of an answer that says when to ask again; 425 behind a router that retries 503 itself."""
     drain_s: float = Field(default=0.0, ge=0, le=600)
     """How long a server that was told to stop (SIGTERM) still takes requests, while `GET /health` says 503."""
     canary: bool | Literal["required"] = True
-    """Whether the engine must first answer each cartridge's own questions right. `required` also refuses cartridges
-    without questions."""
+    """Whether the engine must first answer each cartridge's own questions right. `required` refuses cartridges
+    without."""
     plain_prompts: Literal["trusted", "all", "none"] = "trusted"
-    """Which prefill cartridges may answer prompts that begin with their text and name none. `trusted`: those whose
-    canary this engine has answered right since it started. `all`: every sound one. `none`: none."""
+    """Which prefill cartridges may answer prompts that begin with their text and name none: those whose canary this
+    engine has answered right, every sound one, or none."""
     resident_names: int = Field(default=0, ge=0, le=1024)
-    """How many cartridges in memory `/metrics` names, for routers that place by it, the last used first. Each change
-    is a new time series."""
+    """How many cartridges in memory `/metrics` names, for routers. Each change is a new time series."""
     kv_events: bool = False
-    """Whether vLLM's KV events (`--kv-events-config`) also tell which cartridges are whole in memory (`CPU`) and on
-    the local disk (`STORAGE`). They carry token ids."""
+    """Whether vLLM's KV events (`--kv-events-config`) also tell which cartridges are whole in memory and on the local
+    disk."""
     salt_secret_file: Path | None = None
-    """File with a secret of 32 bytes or more that a fleet's servers share, so that vLLM's block hashes of a cartridge
-    agree between them; by default `$LMCACHE_CARTRIDGE_SALT_SECRET`, else each API server has its own. Who knows it
-    and a digest can read the KV of others' requests for that cartridge."""
+    """File with a secret of 32 bytes or more, by which vLLM's block hashes of a cartridge agree on all servers of a
+    fleet; by default `$LMCACHE_CARTRIDGE_SALT_SECRET`, else each API server has its own. Who knows it and a digest
+    can read the KV of others' requests for that cartridge."""
     admin: bool = False
     """Whether `POST /v1/cartridges/...` may preload, pin, unpin, evict, and drain the server."""
 
