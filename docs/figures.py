@@ -26,14 +26,14 @@ class Peers(NamedTuple):
     """Ours, and what it is to be as good as."""
     lower_is_better: bool = True
     shown: Sequence[str] = ()
-    """Contenders whose own figures stand before the ratios."""
+    """Contenders whose own figures are shown; without, the ends of the ratios are."""
 
 
 PEERS = {
     "ttft": Peers(
         "first token", "way",
         [("warm", "dense"), ("warm", "prefix"), ("warm", "localcpu"), ("disk", "warm"), ("mp-warm", "mp-l1"), ("mp-warm", "warm")],
-        shown=["dense", "prefix", "localcpu", "warm", "disk", "mp-l1", "mp-warm", "mp-disk"],
+        shown=["dense", "prefix", "localcpu", "warm", "disk", "mp-l1", "mp-warm"],
     ),
     "retrieval": Peers(
         "rate", "contender",
@@ -141,32 +141,43 @@ def _shown(value: str | int | float) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def compared(result: Result, peers: Peers, contenders: Sequence[str] | None = None) -> str:
-    """Return ours over its peer in each case that has both; what is worse says so. With what was measured of contenders before."""
+def compared(result: Result, peers: Peers, contenders: Sequence[str]) -> str:
+    """Return what was measured of contenders in each case, and ours over its peer; what is worse says so."""
     found = [one for one in result.figures if one.what == peers.what]
-    values = {key: dict.fromkeys(one.case[key] for one in found) for key in found[0].case if key != peers.key}
+    cases = _cases(found, peers)
+    values = {key: {case[key] for case in cases} for key in cases[0]}
     keys = [key for key, those in values.items() if len(those) > 1]
-    rows: dict[tuple[str, ...], Row] = {}
-    cases: dict[tuple[str, ...], Case] = {}
+    rows: dict[tuple[str, ...], Row] = {tuple(_shown(case[key]) for key in keys): {} for case in cases}
     for one in found:
-        case = {key: one.case[key] for key in values}
-        shown = tuple(_shown(case[key]) for key in keys)
-        cases[shown] = case
-        row = rows.setdefault(shown, {})
-        if contenders and one.case[peers.key] in contenders:
-            row[str(one.case[peers.key])] = one
-    pairs = [pair for pair in peers.pairs if not contenders or {*pair} <= {*contenders}]
+        if one.case[peers.key] in contenders:
+            rows[tuple(_shown(one.case[key]) for key in keys)][str(one.case[peers.key])] = one
+    pairs = [pair for pair in peers.pairs if {*pair} <= {*contenders}]
     ratios = {
-        f"{ours} / {peer}": [_ratio(result, peers, case, ours, peer) for case in cases.values()] for ours, peer in pairs
+        " / ".join(pair): [_marked(_ratio(result, peers, case, *pair), peers) for case in cases] for pair in pairs
     }
-    if not contenders and len(cases) > 6:
-        ends = {name: [each for each in those if each is not None] for name, those in ratios.items()}
-        lines = [f"- {name}: {min(of):.3g} to {max(of):.3g} in {len(of)} cases" for name, of in ends.items() if of]
-        return "\n".join([f"{peers.what.capitalize()}:", "", *lines])
-    unit = f", {SCALE.get(found[0].unit, (1, found[0].unit))[1].strip()}" * bool(contenders)
-    same = "".join(f", {_case({key: next(iter(those))})}" for key, those in values.items() if len(those) == 1)
-    more = {name: [_marked(each, peers) for each in those] for name, those in ratios.items()}
-    return f"{peers.what.capitalize()}{unit}{same}:\n\n{_rows(keys, rows, more)}"
+    unit = SCALE.get(found[0].unit, (1, found[0].unit))[1].strip()
+    same = [_case({key: those.pop()}) for key, those in values.items() if len(those) == 1]
+    return f"{', '.join([peers.what.capitalize(), unit, *same])}:\n\n{_rows(keys, rows, ratios)}"
+
+
+def extremes(result: Result, peers: Peers) -> str:
+    """Return a list of the least and the most that ours is over its peer, in all cases; what is worse says so."""
+    cases = _cases([one for one in result.figures if one.what == peers.what], peers)
+    lines = [f"{peers.what.capitalize()}:", ""]
+    for pair in peers.pairs:
+        ratios = [ratio for case in cases if (ratio := _ratio(result, peers, case, *pair)) is not None]
+        if ratios:
+            ends = dict.fromkeys((min(ratios), max(ratios)))
+            lines.append(f"- {' / '.join(pair)}: {' to '.join(_marked(end, peers) for end in ends)}")
+    return "\n".join(lines)
+
+
+def _cases(found: Iterable[Figure], peers: Peers) -> list[Case]:
+    """Return the cases of figures without the part that tells contenders apart, each once."""
+    return [
+        dict(case)
+        for case in dict.fromkeys(tuple((k, v) for k, v in one.case.items() if k != peers.key) for one in found)
+    ]
 
 
 def _case(case: Case) -> str:
@@ -182,7 +193,7 @@ def _marked(ratio: float | None, peers: Peers) -> str:
     if ratio is None:
         return ""
     is_worse = (ratio > 1) == peers.lower_is_better and f"{ratio:.3g}" != "1"
-    return f"{ratio:.3g}" + ", **slower**" * is_worse
+    return f"{ratio:.3g}" + f", **{'fewer' if peers.what == 'hits' else 'slower'}**" * is_worse
 
 
 def families(result: Result) -> str:
@@ -223,7 +234,9 @@ def section(results: Results, benchmark: str) -> str:
     if benchmark == "models":
         return "\n\n".join(map(families, found))
     peers = PEERS.get(benchmark)
-    return "\n\n".join(compared(result, peers, peers.shown) if peers else measured(result.figures) for result in found)
+    if peers and peers.shown:
+        return "\n\n".join(compared(result, peers, peers.shown) for result in found)
+    return "\n\n".join(extremes(result, peers) if peers else measured(result.figures) for result in found)
 
 
 def about(found: Iterable[Result]) -> str:

@@ -129,7 +129,7 @@ def test_of_many_cases_the_ends_of_their_ratios_stand_there(results: Any) -> Non
     hits = [(f"load {n}", policy, share) for n in range(7) for policy, share in (("ours", 60 + n), ("LRU", 60))]
     some = [report.Figure.share(share, 100, "hits", load=load, policy=policy) for load, policy, share in hits]
     path.write_text(json.dumps({**record, "figures": [msgspec.to_builtins(one) for one in some]}))
-    assert "- ours / LRU: 1 to 1.1 in 7 cases" in figures.section(read(), "replacement")
+    assert "- ours / LRU: 1 to 1.1" in figures.section(read(), "replacement")
 
 
 def test_a_table_says_how_many_samples_and_what_they_are_of(results: Any) -> None:
