@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -18,7 +18,6 @@ from .options import (
     Device,
     Dtype,
     HeldOut,
-    Id,
     Lora,
     MaxModelLen,
     Name,
@@ -34,10 +33,11 @@ from .options import (
     option,
     registry_of,
     root_of,
+    settings_of,
     stored,
     tell,
 )
-from .show import bars, say, show, warn, working
+from .show import bar, bars, say, show, warn, working
 
 if TYPE_CHECKING:
     from ..artifact.manifest import Manifest
@@ -52,7 +52,12 @@ USUAL_CHUNK = 256
 
 @command("build --model ./llama --document handbook.txt --id handbook")
 def build(
-    id: Id,
+    corpus: Annotated[
+        list[str],
+        Argument(help="many documents in place of --document and --id: text files, directories of them, patterns, or .jsonl "
+                      "files of {id, text}; ids are names without suffixes. What is there already is not made again"),
+    ] = [],  # noqa: B006  Typer copies it
+    id: Annotated[str | None, option("name of the cartridge; another content of it is a new version")] = None,
     model: Annotated[str | None, option("directory or cached Hub id of a causal language model")] = None,
     document: Annotated[Path | None, file("UTF-8 text file")] = None,
     chat: Annotated[
@@ -114,10 +119,19 @@ def build(
     max_model_len: MaxModelLen = None,
     device: Device = "auto",
     no_promote: NoPromote = False,
-) -> None:  # fmt: skip
-    """Make a cartridge of a document's KV, whole or compacted, or of a registered cartridge; check it, and register it."""
+    publish: Annotated[
+        str | None,
+        option("with many documents: also publish each, to this library: s3://bucket/prefix, or an absolute directory that "
+               "machines share", metavar="WHERE"),
+    ] = None,
+) -> int:  # fmt: skip
+    """Make cartridges of documents' KV, whole or compacted, or of a registered cartridge; check them, and register them."""
     from ..artifact.manifest import check_id
 
+    if corpus:
+        return _build_corpus(corpus, locals())
+    check(locals(), "--publish needs many documents; else `publish` does it", "build needs --id")
+    assert id is not None, "checked"
     check_id(id)
     wanted = {"questions": questions, "held_out": held_out, "refine": refine, "accept": accept}
     _check_build(locals())
@@ -138,7 +152,7 @@ def build(
             chunk_size,
             promote=not no_promote,
         )
-        return
+        return 0
     version, root = next_version(id, registry)
     if source is not None:
         from ..make.write import compress
@@ -146,7 +160,7 @@ def build(
         with bars() as progress:
             manifest = compress(source, root, cartridge_id=id, version=version, progress=progress)
         finish(registry, manifest, root, promote=not no_promote, bytes_before=before and before.payload_bytes)
-        return
+        return 0
     assert model is not None, "checked"
     loaded = load_model(model, weights=not no_compare, **options)
     from ..make import capture, prefill
@@ -178,6 +192,38 @@ def build(
         canary_max_abs_logit_difference=found and found.max_abs_logit_difference,
         canary_sensitivity=manifest.canary and manifest.canary.sensitivity, warnings=warnings,
     )  # fmt: skip
+    return 0
+
+
+def _build_corpus(places: list[str], given: dict[str, Any]) -> int:
+    """Carry out `build` of many documents; return the exit status, 1 where one of them was not made."""
+    check(
+        given,
+        "--id, --document, --messages, --token-ids, --from, --url, --no-compare, --questions, --held-out, --refine need one "
+        "document, not many",
+    )
+    _check_build(given | {"document": places})
+    from ..make.corpus import find
+
+    sources, failed = find(places)
+    settings = settings_of(library=given["publish"])
+    with working("load the model"):
+        from ..make.batch import Batch, Recipe
+
+        given |= {
+            "chat_arguments": _arguments(given["chat_arguments"]),
+            "compact": given["compact"] and length(given["compact"]),
+            "promote": not given["no_promote"],
+        }
+        batch = Batch(Recipe(**{name: given[name] for name in Recipe.__slots__ if given[name] is not None}), settings)
+    with closing(batch):
+        rows = [batch.add(source) for source in bar(iterable=sources, unit=" documents", desc="build")]
+    failed |= {row.document: row.problem for row in rows if row.problem is not None}
+    made, there = ([row.name for row in rows if row.name and row.made is way] for way in (True, False))
+    lines = [f"{len(made)} made, {len(there)} there already, {len(failed)} failed"]
+    lines += [f"{document}: {problem}" for document, problem in failed.items()]
+    show({"made": made, "unchanged": there, "failed": failed}, "\n".join(lines))
+    return int(bool(failed))
 
 
 def _check_build(given: dict[str, Any]) -> None:
@@ -258,10 +304,14 @@ def _read(
         return read_document(model, document)
     if template is not None:
         model.tokenizer.chat_template = template.read_text()
-    given = _json(arguments or "{}", "--chat-arguments")
+    return read_chat(model, messages or document, chat, _arguments(arguments))
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    given = _json(text or "{}", "--chat-arguments")
     if not isinstance(given, dict):
-        raise CartridgeError(f"--chat-arguments {arguments} is no JSON object")
-    return read_chat(model, messages or document, chat, given)
+        raise CartridgeError(f"--chat-arguments {text} is no JSON object")
+    return given
 
 
 def _json(text: str, what: object) -> Any:

@@ -28,17 +28,19 @@ _PROBES = (
 _decode_messages = msgspec.json.Decoder(list[Message]).decode
 
 
-def read_chat(model: CausalModel, path: Path, role: str | None, arguments: Mapping[str, Any]) -> Document:
-    """Return the text of a file as one message of that role, or without a role the messages of a JSON file.
+def read_chat(
+    model: CausalModel, path: Path, role: str | None, arguments: Mapping[str, Any], raw: bytes | None = None
+) -> Document:
+    """Return the text of a file, or of `raw`, as one message of that role, or without a role the messages of a JSON file.
 
     Raises `ArtifactError` for what is no such file, and where the template's tokens for the messages are not the first of
     every longer conversation.
     """
-    raw, text = read_text(path)
+    digest, text = read_text(path, raw)
     messages = [Message(role, text)] if role is not None else _read_messages(path, text)
     ids, chat = render(model, messages, arguments)
     check_fits(model, path, ids)
-    return Document(path, text, ids, raw, chat)
+    return Document(path, text, ids, digest, chat)
 
 
 def _read_messages(path: Path, text: str) -> list[Message]:

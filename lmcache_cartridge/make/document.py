@@ -29,13 +29,13 @@ class Document(NamedTuple):
     """How servers go on with it, where the ids are a chat template's."""
 
 
-def read_document(model: CausalModel, path: Path, *, must_fit: bool = True) -> Document:
-    """Return the document in a file.
+def read_document(model: CausalModel, path: Path, raw: bytes | None = None, *, must_fit: bool = True) -> Document:
+    """Return the document in a file, or in the bytes `raw` where they come from elsewhere and `path` names them.
 
     Raises `ArtifactError` for one that is no UTF-8 text, is empty, or has no tokens; with `must_fit` also where the
     model's context has no room for it and a question.
     """
-    digest, text = read_text(path)
+    digest, text = read_text(path, raw)
     ids = model.encode(text, special=True)
     if not ids:
         raise ArtifactError(f"{path} has no tokens")
@@ -44,9 +44,9 @@ def read_document(model: CausalModel, path: Path, *, must_fit: bool = True) -> D
     return Document(path, text, ids, digest)
 
 
-def read_text(path: Path) -> tuple[str, str]:
-    """Return the blake3 and the text of a file. Raises `ArtifactError` for one that is no UTF-8 text or is empty."""
-    raw = path.read_bytes()
+def read_text(path: Path, raw: bytes | None = None) -> tuple[str, str]:
+    """Return the blake3 and the text of a file, or of `raw`. Raises `ArtifactError` for no UTF-8 text, or an empty one."""
+    raw = path.read_bytes() if raw is None else raw
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
