@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from typer import Argument
+from typer import Argument, Exit
 
 from ..artifact.location import is_remote
 from ..errors import CartridgeError
@@ -121,38 +121,32 @@ def build(
     no_promote: NoPromote = False,
     publish: Annotated[
         str | None,
-        option("with many documents: also publish each, to this library: s3://bucket/prefix, or an absolute directory that "
-               "machines share", metavar="WHERE"),
+        option("with many documents: a published library that they go to, s3://bucket/prefix or an absolute directory that "
+               "machines share (default: the registry of --home)", metavar="WHERE"),
     ] = None,
-) -> int:  # fmt: skip
+    ray: Annotated[
+        str | None,
+        option("with --publish: make them on this Ray cluster, HOST:PORT or auto; its machines have the model and this "
+               "package", metavar="ADDRESS"),
+    ] = None,
+) -> None:  # fmt: skip
     """Make cartridges of documents' KV, whole or compacted, or of a registered cartridge; check them, and register them."""
     from ..artifact.manifest import check_id
 
+    options: dict[str, Any] = {"dtype": dtype, "device": device, "lora": lora, "max_model_len": max_model_len}
     if corpus:
-        return _build_corpus(corpus, locals())
-    check(locals(), "--publish needs many documents; else `publish` does it", "build needs --id")
+        _build_corpus(corpus, locals())
+        return
+    check(locals(), "--publish, --ray need many documents; `publish` takes one", "build needs --id")
     assert id is not None, "checked"
     check_id(id)
-    wanted = {"questions": questions, "held_out": held_out, "refine": refine, "accept": accept}
     _check_build(locals())
     registry = registry_of()
     before, source = (None, None) if from_ is None else stored(from_)
     made: dict[str, Any] = {"cartridge_id": id, "encoding": payload}
-    options: dict[str, Any] = {"dtype": dtype, "device": device, "lora": lora, "max_model_len": max_model_len}
     if compact is not None:
-        _compact(
-            registry,
-            before,
-            source or document,
-            compact,
-            wanted,
-            made,
-            model,
-            options,
-            chunk_size,
-            promote=not no_promote,
-        )
-        return 0
+        _compact(registry, before, source or document, locals())
+        return
     version, root = next_version(id, registry)
     if source is not None:
         from ..make.write import compress
@@ -160,7 +154,7 @@ def build(
         with bars() as progress:
             manifest = compress(source, root, cartridge_id=id, version=version, progress=progress)
         finish(registry, manifest, root, promote=not no_promote, bytes_before=before and before.payload_bytes)
-        return 0
+        return
     assert model is not None, "checked"
     loaded = load_model(model, weights=not no_compare, **options)
     from ..make import capture, prefill
@@ -192,38 +186,38 @@ def build(
         canary_max_abs_logit_difference=found and found.max_abs_logit_difference,
         canary_sensitivity=manifest.canary and manifest.canary.sensitivity, warnings=warnings,
     )  # fmt: skip
-    return 0
 
 
-def _build_corpus(places: list[str], given: dict[str, Any]) -> int:
-    """Carry out `build` of many documents; return the exit status, 1 where one of them was not made."""
+def _build_corpus(places: list[str], given: dict[str, Any]) -> None:
+    """Carry out `build` of many documents; the exit status is 1 where one of them was not made."""
     check(
         given,
-        "--id, --document, --messages, --token-ids, --from, --url, --no-compare, --questions, --held-out, --refine need one "
-        "document, not many",
+        "--id, --document, --messages, --token-ids, --from, --url, --no-compare, --questions, --held-out, --refine, "
+        "--no-promote need one document, not many",
+        "--ray needs --publish; the cartridges lie on many machines",
     )
     _check_build(given | {"document": places})
     from ..make.corpus import find
 
-    sources, failed = find(places)
-    settings = settings_of(library=given["publish"])
-    with working("load the model"):
-        from ..make.batch import Batch, Recipe
+    sources, rows = find(places)
+    given |= {
+        "chat_arguments": _arguments(given["chat_arguments"]),
+        "compact": given["compact"] and length(given["compact"]),
+    }
+    from ..make import batch, cluster
 
-        given |= {
-            "chat_arguments": _arguments(given["chat_arguments"]),
-            "compact": given["compact"] and length(given["compact"]),
-            "promote": not given["no_promote"],
-        }
-        batch = Batch(Recipe(**{name: given[name] for name in Recipe.__slots__ if given[name] is not None}), settings)
-    with closing(batch):
-        rows = [batch.add(source) for source in bar(iterable=sources, unit=" documents", desc="build")]
-    failed |= {row.document: row.problem for row in rows if row.problem is not None}
-    made, there = ([row.name for row in rows if row.name and row.made is way] for way in (True, False))
-    lines = [f"{len(made)} made, {len(there)} there already, {len(failed)} failed"]
-    lines += [f"{document}: {problem}" for document, problem in failed.items()]
-    show({"made": made, "unchanged": there, "failed": failed}, "\n".join(lines))
-    return int(bool(failed))
+    recipe = {name: given[name] for name in batch.Recipe.__slots__ if given[name] is not None}
+    how: Any = batch.Recipe(**recipe), sources, settings_of(library=given["publish"])
+    done = cluster.rows(given["ray"], *how) if given["ray"] else batch.rows(*how)
+    rows += bar(iterable=done, total=len(sources), unit=" documents")
+    failed, made = [row for row in rows if row.problem], sum(row.made for row in rows)
+    counted = f"{made} made, {len(rows) - made - len(failed)} there already, {len(failed)} failed"
+    show(
+        [row._asdict() for row in rows],
+        "\n".join([counted, *(f"{row.document}: {row.problem}" for row in failed)]),
+    )
+    if failed:
+        raise Exit(1)
 
 
 def _check_build(given: dict[str, Any]) -> None:
@@ -246,16 +240,13 @@ def _check_build(given: dict[str, Any]) -> None:
     )  # fmt: skip
 
 
-def _compact(
-    registry: Registry, before: Manifest | None, source: Path | None, compact: str, how: dict[str, Any], made: dict[str, Any], model: Any,
-    options: dict[str, Any], chunk: int | None, *, promote: bool,
-) -> None:  # fmt: skip
+def _compact(registry: Registry, before: Manifest | None, source: Path | None, given: dict[str, Any]) -> None:
     """Carry out `build --compact`, of a document or of a cartridge's directory."""
     import msgspec
 
-    compress, positions = length(compact)
-    chunk = chunk or (256 if before is None else before.stored.chunk_tokens)
-    loaded = load_model(model, None if before is None else before.fingerprint, **options)
+    compress, positions = length(given["compact"])
+    chunk = given["chunk_size"] or (USUAL_CHUNK if before is None else before.stored.chunk_tokens)
+    loaded = load_model(given["model"], None if before is None else before.fingerprint, **given["options"])
     from ..make import questions
     from ..make.compact.job import build_compact, compact_cartridge
     from ..make.compact.wanted import Wanted
@@ -264,20 +255,28 @@ def _compact(
     def wanted(tokens: int) -> Wanted:
         p = positions_of(tokens, chunk, compress=compress, positions=positions)
         say(f"p = {p} positions for a document of {tokens} tokens, {tokens / p:.1f}x")
-        asked, held_out = (questions.read(path) if path else [] for path in (how["questions"], how["held_out"]))
-        given = {name: how[name] for name in ("refine", "accept") if how[name] is not None}
-        return Wanted(p, asked, held_out, **given)
+        asked, held_out = (questions.read(path) if path else [] for path in (given["questions"], given["held_out"]))
+        more = {name: given[name] for name in ("refine", "accept") if given[name] is not None}
+        return Wanted(p, asked, held_out, **more)
 
-    version, root = next_version(made["cartridge_id"], registry)
+    version, root = next_version(given["id"], registry)
     make: Any = build_compact if before is None else compact_cartridge
     with bars() as progress:
         manifest = make(
-            loaded, source, root, wanted, version=version, chunk_tokens=chunk, say=say, progress=progress, **made
+            loaded,
+            source,
+            root,
+            wanted,
+            version=version,
+            chunk_tokens=chunk,
+            say=say,
+            progress=progress,
+            **given["made"],
         )
     about, tokens = manifest.provenance.compaction, manifest.document
     assert about is not None and tokens is not None, "compaction writes both"
     finish(
-        registry, manifest, root, promote=promote, compression=round(tokens.count / manifest.positions, 2),
+        registry, manifest, root, promote=not given["no_promote"], compression=round(tokens.count / manifest.positions, 2),
         queries=about.queries, query_tokens=about.query_tokens, refine=about.refine,
         measured=msgspec.to_builtins(about.measured), seconds=about.seconds,
     )  # fmt: skip

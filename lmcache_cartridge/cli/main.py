@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         package = (error.name or "").partition(".")[0]
         if package in ("", "lmcache_cartridge"):
             raise
-        extra = {"aiohttp": "fleet", "zmq": "fleet", "pytest": "validate"}.get(package, "train")
+        extra = {"aiohttp": "fleet", "zmq": "fleet", "pytest": "validate", "ray": "ray"}.get(package, "train")
         how = ENGINE if package in ("vllm", "lmcache") else f"pip install 'lmcache-cartridge[{extra}]'"
         problem = f"this command needs {package}, which is not installed: {how}"
     print(f"lmcache-cartridge: {problem}", file=sys.stderr)

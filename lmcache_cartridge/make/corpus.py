@@ -21,60 +21,69 @@ class _Line(msgspec.Struct):
     document: str | None = None
 
 
-_decode = msgspec.json.Decoder(_Line).decode
+_decode = msgspec.json.Decoder(_Line | None).decode
 
 
 class Source(NamedTuple):
     """A document, unchecked."""
 
     id: str
-    path: Path
-    """Its file; of a JSON line with the line's number behind it."""
-    text: str | None = None
-    """Of a JSON line."""
-
-    def read(self) -> bytes:
-        """Return its text, in UTF-8 if it is any. Raises `OSError`."""
-        return self.path.read_bytes() if self.text is None else self.text.encode()
+    name: str
+    """Its file, of a JSON line with the line's number behind it."""
+    raw: bytes
 
 
-def find(places: Sequence[str]) -> tuple[list[Source], dict[str, str]]:
+class Row(NamedTuple):
+    """What became of a document."""
+
+    document: str
+    """What its source is called."""
+    name: str | None = None
+    """`id@version` of its cartridge."""
+    made: bool = False
+    """Whether it was made now; else it was there."""
+    problem: str | None = None
+    """Why there is none."""
+
+
+def find(places: Sequence[str]) -> tuple[list[Source], list[Row]]:
     """Return the documents in files, in directories and below them, and in what patterns match, in order.
 
-    With them, by their places, why other lines are none. A file's id is its name without the suffix; below a directory that
+    With them, lines of JSON that are none. A file's id is its name without the suffix; below a directory that
     was given it is its path there, with `-` for what no id may have; a JSON line's is its field `id`. Raises `ArtifactError`
     for a place where nothing is, and for two documents with one id.
     """
     found: dict[str, Source] = {}
-    problems: dict[str, str] = {}
-    for place in places:
-        for path, name in _files(Path(place)):
-            own = Source(_FOREIGN.sub("-", str(name)).strip(".-"), path)
-            for source in _lines(path, problems) if path.suffix == ".jsonl" else [own]:
+    problems: list[Row] = []
+    for place in map(Path, places):
+        for name, path in _files(place):
+            for source in _documents(name, path, problems):
                 other = found.setdefault(source.id, source)
-                if other.path != source.path:
-                    raise ArtifactError(f"{other.path} and {source.path} would both be called {source.id}; rename one")
+                if other.name != source.name:
+                    raise ArtifactError(f"{other.name} and {source.name} would both be called {source.id}; rename one")
     return list(found.values()), problems
 
 
-def _files(place: Path) -> Iterator[tuple[Path, Path]]:
-    """Yield the files at a place and below it with what ids are made of. What is hidden in a directory is left out."""
-    inside = place.is_dir()
-    root = place if inside else Path(place.anchor)
-    pattern = "**/*" if inside else str(place.relative_to(root))
-    paths = [place] if place.is_file() else sorted(path for path in root.glob(pattern) if path.is_file())
-    shown = [path for path in paths if not re.search(r"(^|/)\.", str(path.relative_to(root)))] if inside else paths
-    if not shown:
+def _files(place: Path) -> Iterator[tuple[str, Path]]:
+    """Yield the files at a place, and below it, with what ids are made of. What is hidden in a directory is left out."""
+    root = place if place.is_dir() else Path(place.anchor)
+    paths = [place] if place.is_file() else sorted(root.glob("**/*" if root is place else str(place.relative_to(root))))
+    found = [path for path in paths if path.is_file() and "/." not in str(path)[len(str(root)) :]]
+    if not found:
         raise ArtifactError(f"{place}: there is no such file, nor one in it")
-    yield from ((path, path.relative_to(root).with_suffix("") if inside else Path(path.stem)) for path in shown)
+    yield from ((str(path.relative_to(root).with_suffix("")) if root is place else path.stem, path) for path in found)
 
 
-def _lines(path: Path, problems: dict[str, str]) -> Iterator[Source]:
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
-        where = path.with_name(f"{path.name}:{number}")
+def _documents(name: str, path: Path, problems: list[Row]) -> Iterator[Source]:
+    """Yield the document in a file, or those in its lines."""
+    raw = path.read_bytes()
+    if path.suffix != ".jsonl":
+        yield Source(_FOREIGN.sub("-", name).strip(".-"), str(path), raw)
+        return
+    for number, line in enumerate(raw.splitlines(), 1):
         try:
-            if line.strip():
-                found = _decode(line)
-                yield Source(found.id, where, found.text or found.document or "")
+            found = _decode(line or b"null")
+            if found:
+                yield Source(found.id, f"{path}:{number}", (found.text or found.document or "").encode())
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            problems[str(where)] = f'no JSON of {{"id": ..., "text": ...}}: {error}'
+            problems.append(Row(f"{path}:{number}", problem=f'no JSON of {{"id": ..., "text": ...}}: {error}'))
