@@ -49,6 +49,8 @@ RECIPE: dict[str, int | float | tuple[str, ...]] = {
     "seed": 0, "answer_tokens": 1, "ask_as": ("chat", "text"), "max_model_len": 1,
 }  # fmt: skip
 """What `--set` takes: what each may be, or the least number it may be."""
+ANSWER_TOKENS = 64
+"""Longest answer that `evaluate` asks for."""
 
 
 @command("train --model ./llama --document handbook.txt --id handbook --compress 4x --questions questions.jsonl")
@@ -157,7 +159,6 @@ def evaluate(
     server_model: ServerModel = None,
     document: Annotated[Path | None, file("text of the document (default: the ids that the cartridge carries)")] = None,
     ask_as: AskAs = None,
-    answer_tokens: Annotated[int, option("longest answer", min=1)] = 64,
     judge_url: Annotated[
         str | None,
         option(
@@ -182,7 +183,7 @@ def evaluate(
         served = None if url is None else lambda: stack.enter_context(Server(url, server_model))
         asker = _asker(manifest, root, document, ask_as, served, model, lora=lora, device=device)
         progress = stack.enter_context(bars())
-        answers = evaluate.ask_all(asker, asked, answer_tokens, judge=judge, progress=progress)
+        answers = evaluate.ask_all(asker, asked, ANSWER_TOKENS, judge=judge, progress=progress)
     report = evaluate.report(manifest.name, answers, judge.model if judge else None)
     if output:
         evaluate.write(report, answers, output)

@@ -95,7 +95,7 @@ class _Ran(NamedTuple):
 @pytest.fixture
 def evaluate(home: Home, capsys: pytest.CaptureFixture[str]) -> Any:
     def run(name: str, *argv: str) -> _Ran:
-        options = ["--home", str(home.path), "--questions", str(home.questions), "--answer-tokens", "4", *argv]
+        options = ["--home", str(home.path), "--questions", str(home.questions), *argv]
         return _Ran(main(["evaluate", name, *options]), *capsys.readouterr())
 
     return run

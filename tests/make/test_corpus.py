@@ -1,0 +1,273 @@
+"""A corpus by one command: each document is made once, as it is by itself, and what fails is told with its reason."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from recall.ward import write_document
+from serving import serving, stored_kv
+from waiting import until
+from wards import MODEL, Asker, Ward, patients, write_ward
+
+from lmcache_cartridge.artifact.reading import load_manifest
+from lmcache_cartridge.cli.main import main
+from lmcache_cartridge.errors import ArtifactError
+from lmcache_cartridge.library.registry import Registry
+from lmcache_cartridge.make.corpus import Source, find
+from lmcache_cartridge.make.model import CausalModel
+from lmcache_cartridge.settings import Settings
+
+SHEETS = 5
+
+
+class Corpus:
+    """Sheets with their facts, as text files in a directory, and the command on a home."""
+
+    def __init__(self, directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.directory, self.home, self._capsys = directory / "sheets", directory / "home", capsys
+        self.directory.mkdir()
+
+    def write(self, wards: dict[str, Ward]) -> None:
+        for name, ward in wards.items():
+            path = self.directory / f"{name}.txt"
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(ward.document.text)
+
+    def build(self, *words: object, status: int = 0) -> list[dict[str, Any]]:
+        """Run `build` on the directory, or on what `words` begin with, and return what it tells programs."""
+        places = [] if words and not str(words[0]).startswith("--") else [self.directory]
+        given = ["build", *places, *words, "--model", MODEL, "--home", self.home, "--format", "json"]
+        self._capsys.readouterr()
+        ended = main([str(word) for word in given])
+        out, err = self._capsys.readouterr()
+        assert ended == status, err
+        return json.loads(out)
+
+    def root(self, name: str, version: int = 1) -> Path:
+        return self.home / "cartridges" / name / str(version)
+
+
+@pytest.fixture
+def corpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Corpus:
+    return Corpus(tmp_path, capsys)
+
+
+@pytest.fixture(scope="module")
+def model() -> CausalModel:
+    return CausalModel(MODEL)
+
+
+@pytest.fixture(scope="module")
+def wards(model: CausalModel) -> dict[str, Ward]:
+    """Sheets with no patient in common: one's facts are known from no other."""
+    return {f"ward-{n}": write_ward(model, patients(n, SHEETS), f"corpus {n}", tokens=300) for n in range(SHEETS)}
+
+
+def outcome(rows: list[dict[str, Any]]) -> dict[str, tuple[str | None, bool]]:
+    return {Path(row["document"]).name: (row["name"], row["made"]) for row in rows}
+
+
+# Which documents there are, and what they are called.
+
+
+def test_ids_are_names_paths_below_a_directory_and_fields_of_lines(tmp_path: Path) -> None:
+    for name in ("a/one.txt", "a/sub dir/two.v2.md", "a/.git/config", "a/.hidden", "b/three.txt", "b/four.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    lines = [{"id": "five", "text": "x\ny"}, {"id": "six", "document": "z", "more": 1}]
+    (tmp_path / "c.jsonl").write_text("\n\n".join(map(json.dumps, lines)) + "\n{}\nno\n")
+    sources, problems = find([str(tmp_path / "a"), str(tmp_path / "b/*r*.txt"), str(tmp_path / "c.jsonl")])
+    assert [(source.id, source.raw.decode()) for source in sources] == [
+        ("one", "a/one.txt"), ("sub-dir-two.v2", "a/sub dir/two.v2.md"), ("four", "b/four.txt"), ("three", "b/three.txt"),
+        ("five", "x\ny"), ("six", "z"),
+    ]  # fmt: skip
+    assert sources[-1].name == f"{tmp_path}/c.jsonl:3"
+    assert [row.document.rpartition("/")[2] for row in problems] == ["c.jsonl:4", "c.jsonl:5"]
+    assert all(row.problem and "id" in row.problem for row in problems)
+
+
+def test_two_documents_of_one_id_are_an_error_and_one_that_is_named_twice_is_none(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x")
+    assert find([str(tmp_path), str(tmp_path / "a.txt")])[0] == [Source("a", f"{tmp_path}/a.txt", b"x")]
+    (tmp_path / "a.md").write_text("y")
+    with pytest.raises(ArtifactError, match=r"a\.md and .*a\.txt would both be called a;"):
+        find([str(tmp_path)])
+    with pytest.raises(ArtifactError, match="no such file"):
+        find([str(tmp_path / "b*.txt")])
+
+
+# Made, and made once.
+
+
+def test_each_sheet_of_a_corpus_answers_as_one_that_is_built_alone(
+    corpus: Corpus, wards: dict[str, Ward], tmp_path: Path
+) -> None:
+    corpus.write(wards)
+    assert outcome(corpus.build()) == {f"{name}.txt": (f"{name}@1", True) for name in wards}
+    alone = {f"{name}-alone": ward for name, ward in wards.items()}
+    for name in wards:
+        document = ["--document", corpus.directory / f"{name}.txt", "--id", f"{name}-alone"]
+        words = ["build", "--model", MODEL, "--home", corpus.home, *document]
+        assert main([str(word) for word in words]) == 0
+        assert torch.equal(stored_kv(corpus.root(name)), stored_kv(corpus.root(f"{name}-alone")))
+        assert load_manifest(corpus.root(name)).canary == load_manifest(corpus.root(f"{name}-alone")).canary
+    with serving(Settings(home=corpus.home, disk_dir=tmp_path), tmp_path / "log") as client, Asker(client.url) as asker:
+        right = {name: [asker.right(fact, name) for fact in ward.facts] for name, ward in (wards | alone).items()}
+        others = [
+            asker.right(fact, "ward-0") for name, ward in wards.items() if name != "ward-0" for fact in ward.facts
+        ]
+    assert {name: right[name] for name in wards} == {name: right[f"{name}-alone"] for name in wards}
+    asked = sum(len(ward.facts) for ward in wards.values())
+    assert asked >= 50 and sum(sum(right[name]) for name in wards) == asked
+    assert sum(others) < len(others) / 4, "another sheet answers them too, so the counts say nothing"
+
+
+def test_what_is_there_of_the_same_document_is_not_made_again(
+    corpus: Corpus, wards: dict[str, Ward], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus.write(wards)
+    first = corpus.build()
+    with monkeypatch.context() as patch:
+        patch.setattr(CausalModel, "prefill", None)  # nothing is computed
+        files = sorted((path, path.stat().st_mtime_ns) for path in corpus.home.rglob("*"))
+        assert corpus.build() == [row | {"made": False} for row in first]
+        assert sorted((path, path.stat().st_mtime_ns) for path in corpus.home.rglob("*")) == files
+    before = (corpus.directory / "ward-1.txt").read_text()
+    (corpus.directory / "ward-1.txt").write_text("Another text.")
+    changed = outcome(corpus.build())
+    assert changed.pop("ward-1.txt") == ("ward-1@2", True) and not any(made for _, made in changed.values())
+    (corpus.directory / "ward-1.txt").write_text(before)
+    assert outcome(corpus.build())["ward-1.txt"] == ("ward-1@1", False)
+    assert Registry(Settings(home=corpus.home).registry_path).find("ward-1").version == 1
+    for options in (["--payload", "int8"], ["--chunk-size", 64], ["--canary", "And?"], ["--compact", "2x", "--accept", 0,
+                    "--chunk-size", 64], ["--chat", "user"], ["--dtype", "float32"]):  # fmt: skip
+        place = corpus.directory / "ward-2.txt"
+        assert [corpus.build(place, *options)[0]["made"] for _ in range(2)] == [True, False], options
+    kinds = {(m.kind, m.stored.encoding, m.stored.chunk_tokens) for n in range(1, 8)
+             for m in [load_manifest(corpus.root("ward-2", n))]}  # fmt: skip
+    assert {("prefill", "int8", 256), ("trained", "plain", 64), ("prefill", "plain", 64)} <= kinds
+
+
+def test_what_fails_is_told_with_its_reason_and_the_others_are_registered(
+    corpus: Corpus, wards: dict[str, Ward], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus.write({"good": wards["ward-0"]})
+    (corpus.directory / "empty.txt").write_text(" \n")
+    (corpus.directory / "bytes.txt").write_bytes(b"\xff\xfe")
+    (corpus.directory / "long.txt").write_text(wards["ward-0"].document.text * 40)
+    (corpus.directory / "日本.txt").write_text("x")
+    (corpus.directory / "lines.jsonl").write_text('{"id": "../up", "text": "x"}\n{"id": "none"}\n{"text": "x"}\n')
+    rows = corpus.build(status=1)
+    reasons = {Path(row["document"]).name: row["problem"] for row in rows if row["problem"]}
+    for name, said in {
+        "empty.txt": "is empty", "bytes.txt": "no UTF-8", "long.txt": "the model's context is", "日本.txt": "cannot be a cartridge id",
+        "lines.jsonl:1": "cannot be a cartridge id", "lines.jsonl:2": "is empty", "lines.jsonl:3": "no JSON of",
+    }.items():  # fmt: skip
+        assert said in reasons.pop(name)
+    assert reasons == {}
+    assert [row["name"] for row in rows if row["made"]] == ["good@1"]
+    assert [path.name for path in (corpus.home / "cartridges").iterdir()] == ["good"]
+    (corpus.directory / "next.txt").write_text(wards["ward-1"].document.text)
+    monkeypatch.setattr(os, "fsync", full_disk)
+    failed = {
+        Path(row["document"]).name: row["problem"] for row in corpus.build(corpus.directory / "next.txt", status=1)
+    }
+    assert "No space left" in failed["next.txt"]
+    assert not list((corpus.home / "cartridges" / "next").iterdir())
+
+
+def full_disk(descriptor: int) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_canary_that_fails_fails_its_document_alone(
+    corpus: Corpus, wards: dict[str, Ward], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus.write({name: wards[name] for name in ("ward-0", "ward-1")})
+    after = CausalModel.logits_after
+    asked: list[int] = []
+
+    def wrong_first(model: CausalModel, kv: torch.Tensor, ids: list[int]) -> torch.Tensor:
+        asked.append(len(ids))
+        return -after(model, kv, ids) if len(asked) == 1 else after(model, kv, ids)
+
+    monkeypatch.setattr(CausalModel, "logits_after", wrong_first)
+    rows = corpus.build(status=1)
+    assert [bool(row["problem"]) for row in rows] == [True, False]
+    assert "differs from the one after the document" in rows[0]["problem"]
+    assert not list((corpus.home / "cartridges" / "ward-0").iterdir())
+
+
+def test_a_run_that_was_killed_goes_on_and_leaves_nothing_half_made(corpus: Corpus, wards: dict[str, Ward]) -> None:
+    corpus.write(wards)
+    words = ["-m", "lmcache_cartridge.cli.main", "build", corpus.directory, "--model", MODEL, "--home", corpus.home]
+    registry = Registry(Settings(home=corpus.home).registry_path)
+    process = subprocess.Popen(
+        [sys.executable, *map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    try:
+        until(lambda: process.poll() is not None or len(registry.all()) >= 2)
+        until(lambda: process.poll() is not None or list((corpus.home / "cartridges").glob("*/.*.partial")))
+        assert process.poll() is None, process.stdout.read()
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+    before = {row.id: row.registered for row in registry.all()}
+    assert 2 <= len(before) < SHEETS
+    rows = corpus.build()
+    assert {row["name"].partition("@")[0] for row in rows if not row["made"]} == before.keys()
+    assert [row["name"].partition("@")[0] for row in rows] == sorted(wards)
+    assert sorted(path.name for path in (corpus.home / "cartridges").glob("*/*")) == ["1"] * SHEETS
+    assert not list((corpus.home / "cartridges").glob("*/.*"))
+
+
+def test_a_corpus_is_published_in_place_of_being_registered_here(
+    corpus: Corpus, wards: dict[str, Ward], tmp_path: Path
+) -> None:
+    corpus.write(wards)
+    library = tmp_path / "library"
+    assert all(row["made"] for row in corpus.build("--publish", library))
+    assert not any(row["made"] for row in corpus.build("--publish", library))
+    corpus.home = tmp_path / "another"
+    assert outcome(corpus.build("--publish", library)) == {f"{name}.txt": (f"{name}@1", False) for name in wards}
+    assert not (corpus.home / "cartridges").exists()
+    settings = Settings(home=tmp_path / "server", disk_dir=tmp_path / "server", library=str(library))
+    ward = wards["ward-3"]
+    with serving(settings, tmp_path / "log") as client, Asker(client.url) as asker:
+        assert all(asker.right(fact, "ward-3") for fact in ward.facts) and len(ward.facts) >= 8
+
+
+@pytest.mark.parametrize(("options", "said"), [
+    (["--id", "a"], "need one document, not many"), (["--questions", "{0}"], "need one document"), (["--no-promote"], "need one document"),
+    (["--ray", "auto"], "--ray needs --publish"), (["--publish", "relative"], "absolute directory"),
+    (["--chat-template", "{0}"], "need --chat"), (["--accept", "0.5"], "need --compact"),
+])  # fmt: skip
+def test_options_that_do_not_go_with_many_documents_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], said: str
+) -> None:
+    (tmp_path / "a.txt").write_text("x")
+    words = ["build", str(tmp_path), "--model", "nowhere", "--home", str(tmp_path / "home")]
+    assert main([*words, *(word.format(tmp_path / "a.txt") for word in options)]) == 1
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "home").exists()
+    assert (
+        main(["build", "--model", "nowhere", "--document", str(tmp_path / "a.txt"), "--publish", "/x", "--id", "a"])
+        == 1
+    )
+    assert "need many documents" in capsys.readouterr().err
+
+
+def test_every_line_of_a_large_file_is_a_document(corpus: Corpus) -> None:
+    rows = [{"id": f"note-{n}", "text": write_document(random.Random(n), 40).text} for n in range(12)]
+    (corpus.directory / "notes.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    made = corpus.build("--chunk-size", 16)
+    assert [row["name"] for row in made] == [f"note-{n}@1" for n in range(12)]
