@@ -1,0 +1,33 @@
+"""A Ray cluster of several nodes in this machine: `python ray_nodes.py COUNT`. A program of its own, as Ray changes the one it is in.
+
+Prints its address, kills a node for each line of standard input, and ends with it. Nothing of it asks the network.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "1"}
+
+from ray.cluster_utils import Cluster  # noqa: E402
+
+MEMORY = {"object_store_memory": 100 << 20}
+
+
+def main() -> None:
+    cluster = Cluster(
+        initialize_head=True,
+        head_node_args={"num_cpus": 0, "include_dashboard": False, **MEMORY},
+        shutdown_at_exit=True,
+    )
+    nodes = [cluster.add_node(num_cpus=1, **MEMORY) for _ in range(int(sys.argv[1]))]
+    print(cluster.address, flush=True)
+    for _ in sys.stdin:
+        cluster.remove_node(nodes.pop(0), allow_graceful=False)
+        print("killed", flush=True)
+    cluster.shutdown()
+
+
+if __name__ == "__main__":
+    main()
