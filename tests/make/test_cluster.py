@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -101,21 +100,11 @@ def test_a_killed_node_loses_no_document_and_makes_none_twice(
             assert not all(asker.right(fact, name) for fact in other.facts), "the sheet does not matter"
 
 
-def test_a_cluster_that_cannot_be_reached_and_ray_that_lacks_are_one_line(
+def test_ray_that_lacks_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "a.txt").write_text("A document.")
-    words = ["build", str(tmp_path / "a.txt"), "--model", MODEL, "--publish", str(tmp_path / "library")]
-    command = [sys.executable, "-W", "ignore", "-m", "lmcache_cartridge.cli.main", *words, "--ray", "127.0.0.1:1"]
-    refused = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ | {"RAY_gcs_rpc_server_reconnect_timeout_s": "1"},
-    )
-    assert refused.returncode == 1 and "Traceback" not in refused.stderr, refused.stderr
-    assert "lmcache-cartridge: Ray at 127.0.0.1:1: " in refused.stderr
     monkeypatch.setitem(sys.modules, "ray", None)
+    words = ["build", str(tmp_path / "a.txt"), "--model", MODEL, "--publish", str(tmp_path / "library")]
     assert main([*words, "--ray", "auto"]) == 1
     assert "pip install 'lmcache-cartridge[ray]'" in capsys.readouterr().err
