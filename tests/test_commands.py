@@ -114,9 +114,6 @@ BY_NOBODY = {
             "curl -i http://localhost:30080/v1/chat/completions -H 'Content-Type: application/json' -d '{ "
             '"model": "meta-llama/Llama-3.1-8B-Instruct", "cartridges": ["handbook"], '
             '"messages": [{"role": "user", "content": "Who is on call on Sundays?"}]}\'',
-            "vllm bench serve --backend openai --base-url http://localhost:30080 --model meta-llama/Llama-3.1-8B-Instruct "
-            "--dataset-name random --random-input-len 64 --random-output-len 16 --num-prompts 200 --max-concurrency 16 "
-            '--extra-body \'{"cartridges": ["handbook"]}\' --save-result --plot-timeline',
             "kubectl exec deployment/vllm-llama-0-deployment-vllm -- lmcache-cartridge top --once",
             "helm uninstall vllm",
             "kubectl delete configmap cartridges-affinity",

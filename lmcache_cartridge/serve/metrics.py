@@ -44,10 +44,10 @@ TIER_NUMBERS = (
     Number("promoted", "counter", "Chunks that came into a tier."),
     Number("evicted", "counter", "Chunks dropped from a tier. Many a second: too small a budget."),
     Number("failed", "counter", "Loads and reads that failed; they are tried again."),
-    Number("reads", "counter", "Reads of a source."),
+    Number("reads", "counter", "Reads of parts of chunks from a source."),
     Number("read_bytes", "counter", "Bytes read from a tier."),
     Number("written_bytes", "counter", "Bytes written to a tier."),
-    Number("read_seconds", "counter", "Time of reads of a source and their checks, all threads together."),
+    Number("read_seconds", "counter", "Time of reads of a source, all threads together."),
     Number("corrupt_copies", "counter", "Copies from a source or the disk whose checksum was wrong.", "corrupt"),
     Number("resident_chunks", "gauge", "Chunks a tier holds now.", "resident"),
     Number("resident_bytes", "gauge", "Bytes a tier holds. Ranks share the disk: take max, not sum."),
@@ -64,24 +64,24 @@ RANK_NUMBERS = (
     Number("refused_cartridges", "gauge", "Registered cartridges that are not served; `/v1/cartridges` says why.", "refused"),
     Number("quarantined_cartridges", "gauge", "Cartridges whose bytes were wrong.", "quarantined"),
     Number("pinned_cartridges", "gauge", "Cartridges pinned into memory.", "pinned"),
-    Number("waiting_claims", "gauge", "Cartridges and chains claimed and not whole in memory yet.", "loading"),
+    Number("waiting_claims", "gauge", "Cartridges claimed and not whole in memory yet.", "loading"),
     Number("open_claims", "gauge", "Claims of requests, by which cartridges stay in memory.", "claims"),
     Number("oldest_claim_seconds", "gauge", "Age of the oldest claim; far above the longest answer: a leak.", "oldest_claim_s"),
-    Number("background_errors", "counter", "Errors of a process's background threads, which went on: take max, not sum."),
+    Number("background_errors", "counter", "Errors of background threads, by process: take max, not sum."),
 )  # fmt: skip
 """By rank."""
 LOADS = Number("load_seconds", "histogram", "Time of loads of one chunk, failed ones too.")
 """By tier and rank."""
 RESIDENTS = Number(
     "resident_names", "gauge",
-    "Cartridges in every rank's memory, those being loaded, and room for how many. Only with the setting `resident_names`.",
+    "Cartridges in every rank's memory, those being loaded, and room for how many.",
 )  # fmt: skip
 """By lists of names, with the labels of vLLM's own gauge for adapters."""
 RESIDENT_LABELS = ("running_lora_adapters", "waiting_lora_adapters", "max_lora")
 """What llm-d's `lora-affinity-scorer` reads of the metric that `engineConfigs[].loraSpec` names (llm-d-router 0.10)."""
 SERVER_NUMBERS = (
-    Number("requests", "counter", "Requests that named cartridges: used, document (its text took their place), refused_STATUS, failed (vLLM refused them), abandoned (the client left)."),
-    Number("lost_prompts", "counter", "Prompts counted as used whose KV the engine lost after all: document (its text took their place) or error."),
+    Number("requests", "counter", "Requests that named cartridges: used, document (its text took their place), refused_STATUS, failed (in vLLM), abandoned (by the client)."),
+    Number("lost_prompts", "counter", "Used requests whose KV was lost after all: document (its text took its place) or error."),
     Number("canaries", "counter", "Canaries asked: passed, accepted (other weights, with `accept_weights`), failed (set aside) or unfinished (asked again)."),
     Number("positions", "counter", "Prompt positions that cartridges with KV took in used requests."),
     Number("request_wait_seconds", "histogram", "Time a request waited for its cartridges to be loaded."),
@@ -92,7 +92,7 @@ SERVER_NUMBERS = (
 """Of the API server itself."""
 _OF_SERVER = {row.name: row for row in SERVER_NUMBERS}
 LIBRARY_NUMBERS = (
-    Number("library_position", "gauge", "The published library's last change that this server knows."),
+    Number("library_position", "gauge", "The published library's last change that is known."),
     Number("library_age_seconds", "gauge", "Time since the published library was last read."),
     Number("library_failing", "gauge", "1 where the published library could not be read; `/v1/cartridges` says why."),
 )  # fmt: skip
