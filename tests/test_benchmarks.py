@@ -22,7 +22,7 @@ def on_path() -> Iterator[None]:
     sys.path.remove(str(BENCHMARKS))
 
 
-@pytest.mark.parametrize("name", ["replacement", "scale", "inject", "retrieval", "fleet"])
+@pytest.mark.parametrize("name", ["corpus", "replacement", "scale", "inject", "retrieval", "fleet"])
 def test_the_smallest_form_writes_a_result(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     importlib.import_module(name).main(["--smoke", "--out", str(tmp_path), "--note", "a test"])
     printed = capsys.readouterr().out
@@ -88,7 +88,7 @@ def test_dropping_a_file_from_the_page_cache_is_proved(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["retrieval", "cold_fetch", "fleet", "gpu", "inject", "models", "replacement", "saving", "scale", "ttft"],
+    ["corpus", "retrieval", "cold_fetch", "fleet", "gpu", "inject", "models", "replacement", "saving", "scale", "ttft"],
 )
 def test_help_says_what_is_compared(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     main: Callable[[list[str]], None] = importlib.import_module(name).main
