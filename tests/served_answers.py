@@ -33,7 +33,7 @@ from lmcache_cartridge.settings import from_mapping
 
 SHEET, CHUNK, BLOCK = "ward-a", 64, 32
 NOISE = noise(0.25)
-"""Largest logprob difference taken for rounding, as in `test_end_to_end`; damaged KV gives 10 and more."""
+"""Largest logprob difference taken for rounding, as in `served/matrix.py`; damaged KV gives 10 and more."""
 
 
 def answers(home: Path, mode: str) -> dict[str, object]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,14 +11,13 @@ from typing import Any, NamedTuple
 import httpx
 import numpy as np
 import torch
-from processor import noise
 from safetensors import safe_open
 from waiting import until
 
 from lmcache_cartridge.artifact.identity import Identity
 from lmcache_cartridge.artifact.manifest import Manifest, Provenance
 from lmcache_cartridge.artifact.writing import ArtifactWriter
-from lmcache_cartridge.cli.recall import MODEL_DIR, SHEETS_DIR, load_sheet
+from lmcache_cartridge.cli.recall import MODEL_DIR, SHEETS_DIR
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.make.payload import pack
@@ -106,7 +104,7 @@ class Client:
             {"prompt": ids, "max_tokens": tokens, "temperature": 0, "logprobs": 20, "kv_transfer_params": params}
             | fields
         )
-        response.raise_for_status()
+        assert response.is_success, response.text
         body = response.json()
         choice = body["choices"][0]
         return Reply(
@@ -133,11 +131,6 @@ class Client:
     def get(self, path: str) -> httpx.Response:
         """Return what the server says at `path`."""
         return self._http.get(path)
-
-    def ask_at_once(self, prompts: list[list[int]]) -> list[Reply]:
-        """Return the replies to prompts sent all at the same time."""
-        with ThreadPoolExecutor(len(prompts)) as pool:
-            return list(pool.map(self.ask, prompts))
 
 
 @contextmanager
@@ -182,22 +175,6 @@ def difference(a: Reply, b: Reply) -> float:
     if top not in second:
         return float("inf")
     return max(abs(first[token] - second[token]) for token in shared)
-
-
-def assert_injected_to_its_end(client: Client, model: CausalModel) -> None:
-    """Ask ward-a, as `tailed`, what stands behind its last whole chunk of 256; the control: `trained` does not have it."""
-    sheet = load_sheet("ward-a")
-    document = model.encode(sheet.text, special=True)
-    question = next(each for each in sheet.questions if each.text == "Q: what is the diagnosis of patient Vehe? A:")
-    own = question_ids(model, question.text)
-    whole, cut = (client.ask_with([name], own) for name in ("tailed", "trained"))
-    assert (whole.cached_tokens, cut.cached_tokens) == (len(document), len(document) // 256 * 256)
-    assert whole.text.strip() == question.answer != cut.text.strip()
-    assert (
-        difference(whole, client.computed(document + own))
-        < noise(0.25)
-        < difference(cut, client.computed(document + own))
-    )
 
 
 def question_ids(model: CausalModel, text: str) -> list[int]:

@@ -99,7 +99,7 @@ def save(
     writer = ArtifactWriter(
         root, cartridge_id=name, version=version, kind=kind, chunk_tokens=chunk_tokens,
         fingerprint=msgspec.structs.replace(model.fingerprint, **fingerprint),
-        token_ids=Identity(len(ids), np.arange(10, 640)) if trained else np.array(ids),
+        token_ids=Identity(len(ids), model.ordinary_ids()) if trained else np.array(ids),
         document_ids=None if document_ids is None else np.array(document_ids),
     )  # fmt: skip
     with writer:

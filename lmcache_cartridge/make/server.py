@@ -151,6 +151,10 @@ class Server:
         rows = self._ask("GET", "/v1/models", lambda reply: list(reply["data"]))
         return max((int(row["max_model_len"]) for row in rows if row.get("max_model_len")), default=None)
 
+    def caches_in_fp8(self) -> bool:
+        """Whether the server's KV cache is in fp8, as vLLM's metrics say."""
+        return 'cache_dtype="fp8' in self.send("GET", "/metrics").text
+
     def healthy(self) -> bool:
         """Whether the server says that it is well."""
         try:

@@ -41,19 +41,21 @@ def ask_canary(manifest: Manifest, server: Server, progress: Progress = silent) 
         asked += [("behind itself", 2, each) for each in manifest.canary.behind]
     rows = []
     for place, times, each in asked:
-        rows.append(_ask(manifest.name, server, place, times, each))
+        rows.append(_ask(server, place, [manifest.name] * times, each))
         progress("validate", len(rows), len(asked))
     return rows
 
 
-def _ask(name: str, server: Server, place: str, times: int, asked: Asked) -> Row:
+def _ask(server: Server, place: str, names: list[str], asked: Asked) -> Row:
+    expected = asked.expected(in_fp8=server.caches_in_fp8())
     try:
-        reply = server.ask(asked.question, [name] * times, tokens=len(asked.answer.tokens))
+        reply = server.ask(asked.question, names, tokens=len(expected.tokens))
+        refused = reply.status != 200 and f"answered {reply.status}: {reply.message}"
     except SourceError as error:
-        return Row(place, 0, 0, None, asked.answer.bound, False, str(error))
-    if reply.status != 200:
-        return Row(place, 0, 0, None, asked.answer.bound, False, f"answered {reply.status}: {reply.message}")
-    found = compare(asked.answer, reply.tokens, reply.top)
+        refused = str(error)
+    if refused:
+        return Row(place, 0, 0, None, expected.bound, False, refused)
+    found = compare(expected, reply.tokens, reply.top)
     problem = None if reply.cached else "the server computed the document instead"
     passed = found.passed and problem is None
     return Row(place, found.positions, reply.cached, round(found.difference, 4), found.bound, passed, problem)

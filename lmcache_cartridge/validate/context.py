@@ -79,9 +79,8 @@ class Context:
         again = [self.client.computed(prompt) for prompt in prompts]
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             many = list(pool.map(self.client.computed, [*prompts, *prompts]))
-        for prompt in prompts:
-            self.client.computed(prompt, salt=f"validate {prompt[0]} {len(prompt)}")
-        cached = [self.client.computed(prompt, salt=f"validate {prompt[0]} {len(prompt)}") for prompt in prompts]
+        for _ in range(2):  # the second time from the cache
+            cached = [self.client.computed(prompt, salt=f"validate {prompt[0]} {len(prompt)}") for prompt in prompts]
 
         def most(found: Sequence[Reply]) -> float:
             return max(compare_logprobs(first[n % len(first)], each).mean for n, each in enumerate(found))
@@ -156,9 +155,14 @@ class Context:
         return self.like(one.name, given, expected or self.dense(one, question), self.bound(one, question))
 
     def like(self, name: str, given: Reply, expected: Reply, bound: float) -> Judged:
-        """Return how far an answer is from the one expected; the check fails where noise does not explain it."""
+        """Return how far an answer is from the one expected; the check fails where noise does not explain it.
+
+        Where the cache is fp8 it is not made: computed in fp8, a document is further from its cartridge than noise.
+        """
         found = compare_logprobs(expected, given)
         if not found.within(bound):
+            if self.client.caches_in_fp8():
+                unchecked(f"a KV cache in fp8 rounds more than is known here; `validate {name}` asks what is known")
             wrong(
                 f"the answer with {name} is not that of its dense prompt: logprobs differ by {found.mean:.3g} on "
                 f"average, {found.largest:.3g} at most, of which {bound:.2g} may be noise"

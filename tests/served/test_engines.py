@@ -1,8 +1,7 @@
-"""Engines other than the usual one: with a failing plugin, with tensor parallelism, and one that must not start."""
+"""Engines without a server of ours around them: the demo's, and vLLM's own `LLM`."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import subprocess
 import sys
@@ -13,26 +12,20 @@ import pytest
 from adapters import write_adapter
 from processor import noise
 from serving import (
-    Client,
     Reply,
-    assert_injected_to_its_end,
     build_sheet,
     difference,
-    question_ids,
-    register_trained,
-    serving,
 )
 
 from lmcache_cartridge.artifact.reading import MANIFEST
-from lmcache_cartridge.cli.recall import MODEL_DIR, SHEETS_DIR, load_sheet
+from lmcache_cartridge.cli.recall import MODEL_DIR, SHEETS_DIR
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make import prefill
 from lmcache_cartridge.make.model import CausalModel
-from lmcache_cartridge.serve.processes import SMALL
 from lmcache_cartridge.settings import Settings, from_mapping
 
 NOISE = noise(0.25)
-"""As in test_end_to_end."""
+"""As the matrix has it."""
 
 
 @pytest.fixture(scope="module")
@@ -42,20 +35,10 @@ def model() -> CausalModel:
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory, model: CausalModel) -> Settings:
-    """A home with ward-a in chunks of 256, and the same KV as trained cartridges: `tailed`, and `trained` less its tail."""
-    made = from_mapping(
-        {"home": tmp_path_factory.mktemp("home"), "cpu_bytes": 64 << 20, "lookup_timeout_s": 10, "plain_prompts": "all"}
-    )
-    built, kv = build_sheet(made, model, "ward-a")
-    for name, part in (("tailed", kv), ("trained", kv[:, :, :1024])):
-        register_trained(made, name, part, built)
+    """A home with ward-a."""
+    made = from_mapping({"home": tmp_path_factory.mktemp("home")})
+    build_sheet(made, model, "ward-a")
     return made
-
-
-def _prompts(model: CausalModel, count: int) -> list[tuple[list[int], str]]:
-    sheet = load_sheet("ward-a")
-    document = model.encode(sheet.text, special=True)
-    return [(document + question_ids(model, q.text), q.answer) for q in sheet.questions[:count]]
 
 
 def test_the_demo_command_answers_from_the_cartridge_as_from_the_document(tmp_path: Path) -> None:
@@ -67,49 +50,6 @@ def test_the_demo_command_answers_from_the_cartridge_as_from_the_document(tmp_pa
     exact = {way: round(found["exact"] * result["questions"]) for way, found in result["ways"].items()}
     assert exact["document"] == exact["cartridge"] >= result["questions"] - 1
     assert exact["no prefix"] <= result["questions"] // 3
-
-
-PARALLEL = SMALL | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_SERVER_DEV_MODE": "1"}
-
-
-def assert_documents_are_injected(client: Client, model: CausalModel) -> None:
-    """Ask prompts that carry a document, and compare each with the same one computed."""
-    for prompt, answer in _prompts(model, 4):
-        reply = client.ask(prompt)
-        assert reply.cached_tokens == 1024
-        assert reply.text.strip() == answer
-        assert difference(reply, client.computed(prompt)) < NOISE
-
-
-def ask_for_what_was_saved(client: Client, model: CausalModel) -> None:
-    """Have what follows a cartridge computed, and read back from LMCache by every rank, once vLLM has forgotten it."""
-    first, between = (model.encode(load_sheet(name).text, special=name == "ward-a") for name in ("ward-a", "ward-b"))
-    for question in load_sheet("ward-a").questions[4:6]:
-        prompt = [*first, *between, *question_ids(model, question.text)]
-        found = []
-        for cached in (1024, len(prompt) // 256 * 256):
-            client.forget()
-            found.append(client.ask(prompt, cache_salt=question.text))
-            assert found[-1].cached_tokens == cached
-        plain = client.computed(prompt)
-        assert {reply.text.strip() for reply in found} == {plain.text.strip()}
-        assert max(difference(reply, plain) for reply in found) < NOISE
-
-
-def test_each_tensor_parallel_rank_injects_its_own_heads(
-    settings: Settings, model: CausalModel, tmp_path: Path
-) -> None:
-    two = "--tensor-parallel-size", "2"
-    given = {"environment": PARALLEL, "on_load_failure": "fail", "l1_bytes": 128 << 20}
-    with serving(settings, tmp_path / "log", str(MODEL_DIR), *two, **given) as client:
-        for name, question in itertools.product(("ward-a", "trained"), load_sheet("ward-a").questions[:4]):
-            own = question_ids(model, question.text)
-            body = client.post({"prompt": own, "cartridges": [name], "max_tokens": 4, "temperature": 0}).json()
-            assert body["choices"][0]["text"].strip() == question.answer
-            assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == 1024
-        assert_injected_to_its_end(client, model)
-        assert_documents_are_injected(client, model)
-        ask_for_what_was_saved(client, model)
 
 
 def test_offline_inference_takes_cartridges_that_the_engine_answers_right_from(

@@ -28,7 +28,7 @@ from lmcache_cartridge.serve.processes import ServerProcess
 from lmcache_cartridge.settings import from_mapping
 
 NOISE = noise(0.25)
-"""As in test_end_to_end."""
+"""As the matrix has it."""
 
 
 class Built(NamedTuple):
