@@ -35,7 +35,7 @@ from lmcache_cartridge.sources.published import Library
 SERVERS = int(os.environ.get("FLEET_SERVERS", "2"))
 PER_ROUTER = int(os.environ.get("FLEET_CARTRIDGES", "12"))
 REQUESTS = int(os.environ.get("FLEET_REQUESTS", "60"))
-"""All larger by hand for the figures in docs/fleet.md, which says how."""
+"""All may be larger by hand."""
 TURNS = 5
 RELOAD_S = 0.2
 ENGINES = [f"engine-{number}" for number in range(SERVERS)]
