@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from packed import built, copied, unpacked
 
 from lmcache_cartridge.serve.processes import SMALL, free_port
 
@@ -48,12 +49,16 @@ def _script() -> str:
 
 @pytest.fixture(scope="module")
 def typed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Type everything; return what came of each block."""
+    """Type everything, with the package as its wheel has it; return what came of each block."""
     directory, port = tmp_path_factory.mktemp("person"), free_port()
+    installed, there = tmp_path_factory.mktemp("installed"), tmp_path_factory.mktemp("wheel")
+    unpacked(built("build_wheel", copied(there / "tree"), there), installed)
     environment = os.environ | SMALL | {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "LMCACHE_CARTRIDGE_CACHE": str(directory / "cache"),
-        "COLUMNS": "200",
+        "COLUMNS": "200", "PYTHONPATH": str(installed),
     }  # fmt: skip
+    _, where = _run('python -c "import lmcache_cartridge; print(lmcache_cartridge.__file__)"', directory, environment)
+    assert where.startswith(str(installed)), "not the wheel's"
     # The first answer waits for the canary, and on a busy machine that may take longer than it may.
     options = f"--port {port} --set ready_timeout_s=600"
     script = _script().replace("localhost:8000", f"localhost:{port}").replace("--port 8000", options)

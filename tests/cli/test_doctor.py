@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tarfile
-import zipfile
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from typing import Any
 import pytest
 from blocks import quietly
 from making import make_artifact
+from packed import built, copied, unpacked
 
 from lmcache_cartridge.cli import doctor
 from lmcache_cartridge.cli.main import main
@@ -166,25 +165,14 @@ def test_a_server_is_asked_without_torch(
 
 
 def test_the_wheel_has_all_of_it_also_from_a_source_archive(tmp_path: Path) -> None:
-    """Built from a copy, since building writes into the tree; run from where it was unpacked."""
-    tree, here = tmp_path / "tree", CONFIGS.parent
-    for name in ("lmcache_cartridge", "configs"):
-        shutil.copytree(here / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(here / name, tree)
-    build = "import sys; from setuptools import build_meta; print(getattr(build_meta, sys.argv[1])(sys.argv[2]))"
-
-    def built(kind: str, cwd: Path) -> Path:
-        ran = _run(sys.executable, "-W", "ignore", "-c", build, kind, tmp_path, cwd=cwd)
-        return tmp_path / ran.stdout.splitlines()[-1]
-
-    with tarfile.open(built("build_sdist", tree)) as archive:
+    """It runs from where it was unpacked."""
+    tree = copied(tmp_path / "tree")
+    with tarfile.open(built("build_sdist", tree, tmp_path)) as archive:
         archive.extractall(tmp_path / "source", filter="data")
     (source,) = (tmp_path / "source").iterdir()
     for cwd in (source, tree):
-        with zipfile.ZipFile(built("build_wheel", cwd)) as wheel:
-            found = {name for name in wheel.namelist() if ".dist-info/" not in name}
-            wheel.extractall(tmp_path / "installed")
+        names = unpacked(built("build_wheel", cwd, tmp_path), tmp_path / "installed")
+        found = {name for name in names if ".dist-info/" not in name}
         expected = {str(path.relative_to(tree)) for path in (tree / "lmcache_cartridge").rglob("*") if path.is_file()}
         files = [path.relative_to(tree) for path in (tree / "configs").rglob("*") if path.is_file()]
         assert found == expected | {f"lmcache_cartridge/{path}" for path in files}
