@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from blake3 import blake3
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from .artifact.location import SCHEME, parse
 from .errors import SettingsError
@@ -25,10 +25,13 @@ _UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 
 
 def default_home() -> Path:
     """Return `$LMCACHE_CARTRIDGE_HOME`, or `lmcache-cartridge` under the user's data directory (XDG)."""
-    if home := os.environ.get(HOME_VARIABLE):
-        return Path(home).expanduser().absolute()
-    data = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
-    return Path(data).expanduser() / "lmcache-cartridge"
+    return _directory(HOME_VARIABLE, "XDG_DATA_HOME", "~/.local/share")
+
+
+def _directory(variable: str, xdg: str, otherwise: str) -> Path:
+    if named := os.environ.get(variable):
+        return Path(named).expanduser().absolute()
+    return Path(os.environ.get(xdg) or otherwise).expanduser() / "lmcache-cartridge"
 
 
 def parse_bytes(value: Any) -> Any:
@@ -39,6 +42,27 @@ def parse_bytes(value: Any) -> Any:
     if not match or match[2].upper() not in _UNITS:
         raise ValueError(f"{value!r} is no size; write bytes, or a number with KiB, MiB, GiB or TiB")
     return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def _endpoint(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        sound = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
+    except ValueError:
+        sound = False
+    if not sound or parts.path.strip("/") or parts.query or parts.fragment or parts.username is not None:
+        raise ValueError("write http://HOST:PORT or https://HOST; credentials do not belong in it")
+    return url
+
+
+def _published(library: str) -> str:
+    if library.startswith(SCHEME):
+        library = library.rstrip("/")
+        parse(library)
+        return library
+    if not library.startswith("/") or "\0" in library:
+        raise ValueError("write s3://BUCKET/PREFIX or an absolute directory")
+    return os.path.normpath(library)
 
 
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0)]
@@ -73,7 +97,7 @@ class Settings(BaseModel):
     """Chunks read at once from directories; from S3 as many as `s3_connections`."""
     reload_s: float = Field(default=1.0, ge=0)
     """Time between two looks for changes of the registry or the `library`; 0 means never."""
-    library: str | None = None
+    library: Annotated[str, AfterValidator(_published)] | None = None
     """Published library to serve in place of the registry of `home`: `s3://bucket/prefix`, or an absolute directory
     that machines share."""
 
@@ -89,7 +113,7 @@ class Settings(BaseModel):
 
     # S3. Credentials come from the environment, profiles and roles as for every AWS tool, never from here.
 
-    s3_endpoint_url: str | None = None
+    s3_endpoint_url: Annotated[str, AfterValidator(_endpoint)] | None = None
     """Server for `s3://` locations, `https://minio:9000`; by default `$AWS_ENDPOINT_URL_S3`, a profile's, or AWS."""
     s3_region: str | None = None
     """Region; by default that of the environment or profile."""
@@ -104,7 +128,7 @@ class Settings(BaseModel):
 
     roots: tuple[Path, ...] = ()
     """Directories under which requests may name artefacts by absolute path."""
-    buckets: tuple[str, ...] = ()
+    buckets: tuple[Annotated[str, AfterValidator(lambda bucket: parse(f"s3://{bucket}/x") and bucket)], ...] = ()
     """`bucket` or `bucket/prefix` under which requests may name artefacts by `s3://` location."""
     imported_bytes: Bytes = 16 << 30
     """Budget, under `disk_dir`, of artefacts made of `.pt` files that requests name; 0 refuses such files. What was
@@ -150,40 +174,15 @@ class Settings(BaseModel):
     can read the KV of others' requests for that cartridge."""
     admin: bool = False
     """Whether `POST /v1/cartridges/...` may preload, pin, unpin, evict, and drain the server."""
-
-    @field_validator("s3_endpoint_url")
-    @classmethod
-    def _check_endpoint(cls, url: str | None) -> str | None:
-        if url is None:
-            return None
-        try:
-            parts = urlsplit(url)
-            sound = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
-        except ValueError:
-            sound = False
-        if not sound or parts.path.strip("/") or parts.query or parts.fragment or parts.username is not None:
-            raise ValueError("write http://HOST:PORT or https://HOST; credentials do not belong in it")
-        return url
-
-    @field_validator("library")
-    @classmethod
-    def _check_library(cls, library: str | None) -> str | None:
-        if library is None:
-            return None
-        if library.startswith(SCHEME):
-            library = library.rstrip("/")
-            parse(library)
-            return library
-        if not library.startswith("/") or "\0" in library:
-            raise ValueError("write s3://BUCKET/PREFIX or an absolute directory")
-        return os.path.normpath(library)
-
-    @field_validator("buckets")
-    @classmethod
-    def _check_buckets(cls, buckets: tuple[str, ...]) -> tuple[str, ...]:
-        for bucket in buckets:
-            parse(f"s3://{bucket}/x")
-        return buckets
+    contexts: bool = False
+    """Whether clients may have this server make cartridges of texts that they send, `POST /v1/cartridges`, in its own `home`.
+    LMCache has to save what vLLM computes (`--l1-bytes`)."""
+    contexts_bytes: Bytes = 16 << 30
+    """Budget of what clients had made, of all of them together."""
+    contexts_count: int = Field(default=1000, ge=1)
+    """How many of those there may be."""
+    contexts_ttl_s: float = Field(default=30 * 86400.0, gt=0)
+    """The longest time for which a client may keep one."""
 
     def salt_secret(self) -> bytes | None:
         """Return the secret that salts are made with; None where each server makes one. Raises `SettingsError`."""
@@ -223,6 +222,11 @@ class Settings(BaseModel):
         return self.home / "cartridges"
 
     @property
+    def contexts_dir(self) -> Path:
+        """What clients had made, and the file that says of whom."""
+        return self.home / "contexts"
+
+    @property
     def quarantine_dir(self) -> Path:
         """Where quarantined cartridges are noted."""
         return self.home / "quarantine"
@@ -235,11 +239,7 @@ class Settings(BaseModel):
     @property
     def cache_dir(self) -> Path:
         """Where the disk tier lies."""
-        if self.disk_dir is not None:
-            return self.disk_dir
-        if cache := os.environ.get(CACHE_VARIABLE):
-            return Path(cache).expanduser().absolute()
-        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lmcache-cartridge"
+        return self.disk_dir or _directory(CACHE_VARIABLE, "XDG_CACHE_HOME", "~/.cache")
 
 
 def from_mapping(values: Mapping[str, Any], prefix: str = "") -> Settings:
