@@ -2,7 +2,9 @@
 
 The JSON file `FAULTY_FILE` says which, and may change while the server runs:
 `{"drop": 3}` for a chunk that is never handed out, `{"slow_s": 1.5}` for every load taking that long,
-`{"unpacked": true}` for chunks in another layout than the engine's, `{"rotate": "all"}` for keys rotated in every layer.
+`{"unpacked": true}` for chunks in another layout than the engine's, `{"rotate": "all"}` for keys rotated in every layer,
+`{"captured": "swapped"}` or `"late"` for what is fetched of the engine with keys for values, or a layer late, and
+`{"capture_s": 1}` for each chunk of that taking so long.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lmcache_cartridge.engine import backend
+from lmcache_cartridge.engine import backend, capture
 from lmcache_cartridge.memory import loader, rope, tiles
 
 
@@ -32,7 +34,11 @@ class CartridgeBackend(backend.CartridgeBackend):
 
 def break_kv() -> None:
     """Have this process load KV slowly, as releases did that packed chunks from S3 not at all, and rotated every layer."""
-    pack, shift, read = tiles.pack, loader.shift_keys, loader.ChunkLoader.read
+    pack, shift, read, fetch = tiles.pack, loader.shift_keys, loader.ChunkLoader.read, capture.as_heads
+
+    def fetched(kv: Any) -> bytes:
+        time.sleep(_fault("capture_s") or 0)
+        return fetch({"swapped": kv.flip(0), "late": kv.roll(1, 1)}.get(_fault("captured"), kv))
 
     def slow(*args: Any) -> Any:
         time.sleep(_fault("slow_s") or 0)
@@ -50,6 +56,7 @@ def break_kv() -> None:
         return shift(keys, shape, offset)
 
     tiles.pack, loader.shift_keys, loader.ChunkLoader.read = unpacked, everywhere, slow
+    capture.as_heads = fetched
 
 
 break_kv()

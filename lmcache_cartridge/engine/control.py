@@ -71,16 +71,17 @@ def fetch_tail(client: ControlClient, tag: str, dtype: torch.dtype) -> torch.Ten
     return None if answer is None else torch.frombuffer(bytearray(answer[1]), dtype=dtype).view(answer[0])
 
 
-def _captured(store: Callable[[], Any], *arguments: Any) -> bytes:
+def _captured(store: Callable[[], Any], *arguments: Any) -> bytes | None:
     from .capture import captured  # loads LMCache
 
-    quantised = str(store().engine.fingerprint.quantisation)
+    of = store()
+    quantised = str(of.engine.fingerprint.quantisation)
     if quantised.startswith(ONLINE):
         raise UnsupportedEngine(
             f"this engine quantises the weights itself ({quantised}), and what it computes would be taken for the KV of the "
             "checkpoint; quantise the checkpoint"
         )
-    return captured(*arguments)
+    return getattr(of, "captured", captured)(*arguments)
 
 
 class _Service:

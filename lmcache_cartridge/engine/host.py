@@ -330,6 +330,9 @@ NAMES: dict[Part, dict[str, Callable[[Any], Any]]] = {
         "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest": _reads(**CHAT),
         "vllm.entrypoints.openai.responses.protocol:ResponsesRequest": _reads(input="x"),
         "vllm.entrypoints.anthropic.protocol:AnthropicMessagesRequest": _reads(**CHAT),
+        "vllm.entrypoints.serve.tokenize.protocol:TokenizeCompletionRequest": lambda kind: (
+            kind(prompt="x").prompt == "x"
+        ),
         "vllm.v1.metrics.stats:PrefillStats": lambda kind: kind().num_external_cached_tokens == 0,
         "vllm.v1.engine:EngineCoreOutput.prefill_stats": lambda field: True,
         "vllm.renderers.online_renderer:OnlineRenderer.preprocess_chat": callable,

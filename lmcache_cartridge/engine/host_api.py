@@ -124,6 +124,17 @@ def extend_models(state: Any, takes: Callable[[str], bool], answered: Callable[[
     return served
 
 
+async def tokenized(raw_request: Any, text: str) -> list[int]:
+    """Return the token ids that vLLM's `/tokenize` makes of a text. Raises `UnsupportedEngine` with its reason where it does not."""
+    from vllm.entrypoints.serve.tokenize.protocol import TokenizeCompletionRequest
+
+    handler = attribute(raw_request.app.state, "serving_tokenization")
+    reply = await handler.create_tokenize(TokenizeCompletionRequest(prompt=text), raw_request)
+    if (error := getattr(reply, "error", None)) is not None:
+        raise UnsupportedEngine(error.message)
+    return reply.tokens
+
+
 async def control_paths(engine_client: Any) -> list[str]:
     """Return the control sockets of the workers of all engines that this API server may hand a request to.
 

@@ -36,9 +36,10 @@ from ..memory.described import Engine
 from ..memory.holds import Readiness
 from ..memory.layout import HELD, rank_heads
 from ..memory.store import CartridgeStore
-from ..memory.tiles import WORD, has_blocks, is_tiled
+from ..memory.tiles import WORD, has_blocks, is_tiled, unpack
 from ..settings import from_mapping
-from . import host
+from . import capture, host
+from .capture import Captures
 from .contract import CONTROL
 from .control import ControlServer
 from .l1_copies import L1Copies
@@ -260,14 +261,21 @@ class CartridgeL2Adapter(L2AdapterInterface):
         tag = self._tags.get(part)
         return (None, None) if tag is None else (rank, tag)
 
-    # Everything LMCache asks of an adapter that stores: nothing is.
+    # Everything LMCache asks of an adapter that stores: nothing is, but for what somebody means to fetch.
 
     def get_store_event_fd(self) -> int:
         """Return the fd that is readable once a store is answered."""
         return self._store_event.fileno()
 
     def submit_store_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
-        """Store nothing and say so by `store_ack`: true is quiet; false keeps LMCache's `skip_l1` from dropping data."""
+        """Store nothing and say so by `store_ack`: true is quiet; false keeps LMCache's `skip_l1` from dropping data.
+
+        What somebody means to fetch is copied.
+        """
+        for key, chunk in zip(keys, objects, strict=False):  # whatever comes, nothing may raise here
+            rank = self._ranks.get((key.model_name, key.kv_rank))
+            if rank is not None and chunk.raw_tensor is not None:
+                rank.captures.keep(key.cache_salt, _hash(key), _raw(chunk))
         task_id = next(self._store_ids)
         self._stored[task_id] = L2StoreResult(self._acknowledge, 0)
         self._store_event.notify()
@@ -319,6 +327,7 @@ class EngineRank:
         self.control, self.copies = ControlServer(lambda: self), L1Copies(http)
         self._dtype, self._objects = _objects(report, store)
         self._filled: Lru[str, None] = Lru(_MAX_TAGS)
+        self.captures = Captures((l1_bytes or 1 << 30) // store.shape.size_bytes)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
@@ -367,6 +376,19 @@ class EngineRank:
         self.copies.drop(lambda key: self._is_of(key, digest))
         return evicted
 
+    def captured(self, name: str, token_ids: list[int], chunk: int) -> bytes | None:
+        """See `capture.captured`."""
+        report, shape = self.report, self._store.shape
+        if report.quantiser:
+            raise UnsupportedEngine(capture.IN_FP8)
+        if report.groups or report.stages > 1 or shape.planes == 1:
+            raise UnsupportedEngine(
+                "KV cannot be fetched from engines of several stages, with groups of layers or latent vectors"
+            )
+        hashes = [*self._store.engine.hasher(token_ids[: (chunk + 1) * report.chunk_tokens])]
+        raw = self.captures.take(name, hashes[-1] if hashes else 0)
+        return None if raw is None else capture.as_heads(unpack(raw, shape, report.layout))
+
     def _is_of(self, key: ObjectKey, digest: str) -> bool:
         """Whether a key may be of a cartridge, and its chunk is not resident."""
         part = tag_part(key.cache_salt)
@@ -408,6 +430,10 @@ def _objects(
     return dtype, ([(count, tokens, width) for count in counts], [(1, count, tokens, width) for count in counts])
 
 
+def _raw(chunk: MemoryObj) -> torch.Tensor:
+    return chunk.raw_tensor.view(torch.uint8)[: chunk.get_size()]
+
+
 def _fill(target: MemoryObj, chunk: torch.Tensor, groups: Sequence[Sequence[int]] = ()) -> None:
     """Copy a chunk, the layers of each group together."""
     if target.get_size() != chunk.numel():
@@ -415,5 +441,5 @@ def _fill(target: MemoryObj, chunk: torch.Tensor, groups: Sequence[Sequence[int]
     if target.raw_tensor is None:
         raise CartridgeError("LMCache took its buffer back before it was filled")
     order = [layer for group in groups for layer in group] or [0]
-    for row, layer in zip(target.raw_tensor.view(torch.uint8)[: chunk.numel()].chunk(len(order)), order, strict=True):
+    for row, layer in zip(_raw(target).chunk(len(order)), order, strict=True):
         row.copy_(chunk.chunk(len(order))[layer])

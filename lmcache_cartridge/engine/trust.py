@@ -26,7 +26,7 @@ class Trust:
         Raises `OSError` where that cannot be noted.
         """
         self._plain_prompts, self._is_tried = settings.plain_prompts, bool(settings.canary)
-        self._catalog = catalog
+        self._catalog, self._contexts = catalog, f"{settings.contexts_dir.resolve()}/"
         self._trials: dict[str, dict[str, bool]] = {}
         """Of each digest that this engine was tried with, by its canary: whether the engine answered right."""
         self.wanted: set[str] = set()
@@ -39,17 +39,21 @@ class Trust:
     def may_answer(self, digest: str) -> bool:
         """Whether a cartridge may answer prompts that do not name it, as the setting `plain_prompts` says.
 
-        By default this engine must have answered a canary of it right, and no copy's own that is wrong takes that away.
+        By default this engine must have answered a canary of it right, and no copy's own that is wrong takes that away. What a
+        client had made never may: others would hear that somebody has their text.
         """
-        if self._plain_prompts == "none" or digest in self._catalog.quarantined:
+        if self._plain_prompts == "none" or digest in self._catalog.quarantined or self._is_private(digest):
             return False
         trials = self._trials.get(digest)
         return any(trials.values()) if trials else self._plain_prompts == "all"
 
     def may_be_tried(self, digest: str) -> bool:
         """Whether it may come to answer such prompts once the engine was tried with it."""
-        is_wanted = self._is_tried and self._plain_prompts == "trusted"
+        is_wanted = self._is_tried and self._plain_prompts == "trusted" and not self._is_private(digest)
         return is_wanted and digest not in self._trials and digest not in self._catalog.quarantined
+
+    def _is_private(self, digest: str) -> bool:
+        return any(place.startswith(self._contexts) for place in self._catalog.locations(digest))
 
     def want(self, digest: str) -> None:
         """Note one that could have answered such a prompt, had the engine been tried with it."""

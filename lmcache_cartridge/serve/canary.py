@@ -16,16 +16,15 @@ from typing import Any, NamedTuple
 
 import msgspec
 from blake3 import blake3
-from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.engine.protocol import EngineClient
 from vllm.logger import init_logger
-from vllm.sampling_params import RequestOutputKind
 
 from ..artifact.canary import Asked, Comparison, Expected, ServedCanary, compare
 from ..artifact.manifest import Manifest
 from ..artifact.model import DTYPE_BYTES, Fingerprint
 from ..engine.client import ControlClient
+from ..engine.computed import answer
 from ..engine.contract import GRANT, SKIP_SAVE, TAG
 from ..engine.refusals import QUANTISED_CACHES
 from ..engine.salts import adapter_name
@@ -283,14 +282,18 @@ class Canaries:
             # Of its own, so that no request ever gets blocks that this one left; the later questions do.
             salt, model = uuid.uuid4().hex, config.model_config
             for asked in trial.questions if whole else ():  # else nothing of it is ever injected
-                prompt, params = _prompt(trial, asked, salt, before, whole, model.max_logprobs)
-                name, output = f"cartridge-canary-{uuid.uuid4().hex}", None
-                async for each in self._engine.generate(prompt, params, name, lora_request=trial.within.adapter):
-                    output = each
-                answer = _compare(asked.expected(in_fp8=_in_fp8(config)), output, whole, model.logprobs_mode)
-                logger.info("%s%s: %s", trial.manifest.name, " behind itself" if trial.is_behind else "", answer)
-                if not answer.passed:
-                    return answer
+                ids, adapter = trial.selection.token_ids[:before], trial.within.adapter
+                transfer = {
+                    TAG: trial.tag, GRANT: {"must_inject": whole, "adapter": adapter_name(adapter)}, SKIP_SAVE: True,
+                }  # fmt: skip
+                output = await answer(
+                    self._engine, [*ids, *asked.question], salt, transfer, len(asked.answer.tokens),
+                    _TOP if model.max_logprobs < 0 else min(_TOP, model.max_logprobs), adapter,
+                )  # fmt: skip
+                found = _compare(asked.expected(in_fp8=_in_fp8(config)), output, whole, model.logprobs_mode)
+                logger.info("%s%s: %s", trial.manifest.name, " behind itself" if trial.is_behind else "", found)
+                if not found.passed:
+                    return found
             return None
 
 
@@ -312,36 +315,17 @@ def _in_fp8(config: VllmConfig) -> bool:
     return config.cache_config.cache_dtype in QUANTISED_CACHES
 
 
-def _prompt(
-    trial: Trial, asked: Asked, salt: str, before: int, whole: int, max_logprobs: int
-) -> tuple[Any, SamplingParams]:
-    """Return the prompt and parameters of one question after `before` positions, of which `whole` must be injected.
-
-    The engine returns at most `max_logprobs` of a position, all for -1.
-    """
-    grant = {"must_inject": whole, "adapter": adapter_name(trial.within.adapter)}
-    params = SamplingParams(
-        temperature=0, max_tokens=len(asked.answer.tokens), ignore_eos=True, detokenize=False,
-        logprobs=_TOP if max_logprobs < 0 else min(_TOP, max_logprobs), output_kind=RequestOutputKind.FINAL_ONLY,
-        extra_args={"kv_transfer_params": {TAG: trial.tag, GRANT: grant, SKIP_SAVE: True}},
-    )  # fmt: skip
-    ids = trial.selection.token_ids[:before]
-    return {"type": "token", "prompt_token_ids": [*ids, *asked.question], "cache_salt": salt}, params
-
-
 def _compare(expected: Expected, output: Any, whole: int, logprobs_mode: str) -> Comparison:
-    """Compare the engine's output, None for none, with the answer. Raises `Unfinished` if it says nothing of the KV."""
-    if output is None or not output.outputs or output.outputs[0].finish_reason == "error":
-        raise Unfinished("the engine could not load it")
+    """Compare the engine's output with the answer. Raises `Unfinished` if it says nothing of the KV."""
     if (output.num_cached_tokens or 0) < whole:
         raise Unfinished("the engine computed it")
-    answer = output.outputs[0]
-    logprobs = [{token: found.logprob for token, found in each.items()} for each in answer.logprobs or ()]
+    given = output.outputs[0]
+    logprobs = [{token: found.logprob for token, found in each.items()} for each in given.logprobs or ()]
     if "logits" in logprobs_mode:  # which differ from logprobs by a number for each position
         for each, values in zip(logprobs, expected.logprobs, strict=False):
             more = values[0] - max(each.values())
             each.update({token: value + more for token, value in each.items()})
-    return compare(expected, list(answer.token_ids), logprobs)
+    return compare(expected, list(given.token_ids), logprobs)
 
 
 def _failed(manifest: Manifest, problem: str) -> Unservable:
