@@ -471,6 +471,7 @@ class ApiTests:
         paths = {path for path, methods in every.items() if "post" in methods}
         taken = {
             *TAKING,
+            "/v1/cartridges",
             "/v1/cartridges/{name}/{action}",
             "/v1/cartridges/capture",
             "/v1/cartridges/drain",

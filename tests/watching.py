@@ -26,6 +26,7 @@ from lmcache_cartridge.serve.admin import add_routes
 from lmcache_cartridge.serve.drain import Drain
 from lmcache_cartridge.serve.launch import free_port
 from lmcache_cartridge.serve.metrics import PREFIX, RequestMetrics, StatusCollector
+from lmcache_cartridge.serve.resolve import Resolver
 from lmcache_cartridge.settings import Settings
 
 CHUNK = 16
@@ -115,7 +116,6 @@ def serving(watched: Watched, key: str | None = None) -> Iterator[str]:
         return [getattr(store, method)() for store in watched.stores]
 
     nobody_asked = SimpleNamespace(outcome=lambda name, digest: (None, None))
-    nothing_imported = SimpleNamespace(imports=SimpleNamespace(rows=list, location=lambda name: None))
     add_routes(
         app,
         SimpleNamespace(
@@ -123,7 +123,8 @@ def serving(watched: Watched, key: str | None = None) -> Iterator[str]:
             settings=watched.settings,
             client=SimpleNamespace(ask=ask),
             canaries=nobody_asked,
-            resolver=nothing_imported,
+            resolver=Resolver(watched.settings),
+            maker=None,
         ),
         Drain(0),
     )

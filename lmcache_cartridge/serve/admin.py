@@ -10,18 +10,20 @@ from fastapi import APIRouter, FastAPI, Query, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
-from ..errors import CartridgeError, CartridgeNotFound, RegistryError
+from ..engine import host_api
+from ..errors import CartridgeError, ManifestError, RegistryError
 from ..library.quarantine import Quarantine
 from ..library.registry import Registry, RegistryEntry
-from .http import current, error
+from .contexts import Context, Patched, Posted
+from .http import current, error, tenants_of
 from .request import Reference, Refusal, without_paths
 
 if TYPE_CHECKING:
     from .admission import Admission  # which loads vLLM
     from .drain import Drain
+    from .making import Maker
 
 _ACTIONS = ("preload", "pin", "unpin", "evict")
-_UNREADABLE = Refusal(503, "the registry cannot be read now", retry_after_s=5)
 _PAGE_ROWS = 1000
 """Most cartridges that one answer lists."""
 
@@ -53,10 +55,17 @@ def add_routes(app: FastAPI, admission: Admission, drain: Drain) -> None:
         if not admission.settings.admin:
             raise Refusal(403, "this is off over HTTP; the setting `admin` switches it on")
 
-    async def refused(request: Request, refusal: Any) -> Response:
-        return error(refusal)
+    async def refused(request: Request, problem: Any) -> Response:
+        """Answer what no route answers itself."""
+        if isinstance(problem, RegistryError):
+            problem = Refusal(503, "the registry cannot be read now", retry_after_s=5)
+        elif isinstance(problem, CartridgeError):
+            status = 400 if isinstance(problem, ManifestError) else 409
+            problem = Refusal(status, without_paths(str(problem), {}))
+        return error(problem)
 
-    app.add_exception_handler(Refusal, refused)
+    for kind in (Refusal, CartridgeError):
+        app.add_exception_handler(kind, refused)
 
     @router.get("")
     async def every(
@@ -65,10 +74,7 @@ def add_routes(app: FastAPI, admission: Admission, drain: Drain) -> None:
         active: bool = False,
     ) -> Any:
         ranks = await admission.client.ask("status")
-        try:
-            return await asyncio.to_thread(_page, admission, ranks, limit, after, active)
-        except RegistryError:
-            raise _UNREADABLE from None
+        return await asyncio.to_thread(_page, admission, ranks, limit, after, active)
 
     @router.post("/drain")
     async def begin() -> Any:
@@ -83,16 +89,47 @@ def add_routes(app: FastAPI, admission: Admission, drain: Drain) -> None:
             raise Refusal(409, "this server is stopping")
         return drain.state
 
+    def maker() -> Maker:
+        if admission.maker is None:
+            raise Refusal(403, "clients may have nothing made here; the setting `contexts` allows it")
+        return admission.maker
+
+    async def made(name: str) -> Context:
+        found = await asyncio.to_thread(maker().table.own, [name])
+        if name not in found or not found[name].digest:
+            raise Refusal(404, f"no context is called {name[:80]!r}, or it is still being made")
+        return found[name]
+
+    @router.post("")
+    async def post(posted: Posted, request: Request) -> Any:
+        """Have a cartridge made of a text."""
+        text, ids = posted.document, posted.token_ids or []
+        if (text is None) == (posted.token_ids is None):
+            raise Refusal(400, "give one of `document` and `token_ids`")
+        if text and text.strip():
+            ids = await host_api.tokenized(request, text)
+        context = await maker().post(ids, posted, tenants_of(posted.cache_salt, current().api_key)[0])
+        return JSONResponse(context.shown, 200 if context.digest else 202)
+
+    @router.patch("/{name}")
+    async def patch(name: str, patched: Patched) -> Any:
+        maker().check(patched)
+        return (await asyncio.to_thread(maker().patch, await made(name), patched)).shown
+
+    @router.delete("/{name}")
+    async def delete(name: str) -> Any:
+        await asyncio.to_thread(maker().remove, await made(name))
+        return {"id": name, "object": "cartridge", "deleted": True}
+
     @router.get("/{name}")
     async def one(name: str) -> Any:
-        try:
-            rows = [await asyncio.to_thread(_registry(admission).find, name)]
-        except CartridgeNotFound:
-            rows = [row for row in admission.resolver.imports.rows() if name in (row.id, row.name)]
-            if not rows:
-                raise Refusal(404, f"no cartridge is called {name[:80]!r}") from None
-        except RegistryError:
-            raise _UNREADABLE from None
+        found = await asyncio.to_thread(admission.resolver.contexts.own, [name])
+        if name in found and not found[name].digest:
+            return found[name].shown
+        rows = [row for row in admission.resolver.imports.rows() if name in (row.id, row.name)]
+        if not rows:
+            reference = Reference(id=name[:1024], source="registry")
+            rows = (await asyncio.to_thread(admission.resolver.candidates, reference))[:1]
         ranks = await admission.client.ask("status")
         return (await asyncio.to_thread(_states, admission, ranks, rows))[0]
 
@@ -102,19 +139,21 @@ def add_routes(app: FastAPI, admission: Admission, drain: Drain) -> None:
         references = admission.router.choose(
             asked.model_extra or {}, asked.kv_transfer_params, asked.model, current().api_key, current().named
         )
+        current().tenants = tenants_of((asked.model_extra or {}).get("cache_salt"), current().api_key)
         selection = await admission.resolve(references) if references else None
         return {"token_ids": list(selection.token_ids) if selection else []}
 
     @router.post("/capture")
     async def capture(wanted: Wanted) -> Any:
         allow()
-        try:
-            if wanted.chunk is None:
-                (numbers, *_), (served, *_) = [await admission.client.ask(what) for what in ("numbers", "fingerprint")]
-                return {"chunk_tokens": numbers["chunk_tokens"], "fingerprint": served}
-            ranks = await admission.client.ask("captured", wanted.name, wanted.token_ids, wanted.chunk)
-        except CartridgeError as problem:
-            raise Refusal(409, str(problem)) from None
+        if wanted.chunk is None:
+            (numbers, *_), (served, *_) = [await admission.client.ask(what) for what in ("numbers", "fingerprint")]
+            return {"chunk_tokens": numbers["chunk_tokens"], "fingerprint": served}
+        ranks = await admission.client.ask("captured", wanted.name, wanted.token_ids, wanted.chunk)
+        if None in ranks:
+            raise Refusal(
+                409, f"LMCache has not saved chunk {wanted.chunk} of the request: give --l1-bytes more than its KV has"
+            )
         return Response(b"".join(ranks), media_type="application/octet-stream")
 
     @router.post("/{name}/{action}")
@@ -170,7 +209,7 @@ def _page(admission: Admission, ranks: list[dict[str, Any]], limit: int, after: 
         behind = after.rpartition("@")[0] or after
         rows = sorted([*rows, *(row for row in imported if row.id > behind)], key=lambda row: (row.id, row.version))
         rows, more = rows[:limit], len(rows) > limit
-    data = _states(admission, ranks, rows)
+    data = _states(admission, ranks, admission.resolver.contexts.seen(rows))
     claims = {
         name: max(rank[key] for rank in ranks) for name, key in (("open", "claims"), ("oldest_s", "oldest_claim_s"))
     }
@@ -189,12 +228,13 @@ def _states(admission: Admission, ranks: list[dict[str, Any]], rows: list[Regist
     quarantine = Quarantine(admission.settings.quarantine_dir)
     current = _registry(admission).current(row.id for row in rows)
     current |= {row.name for row in admission.resolver.imports.rows()}
-    states = []
+    states, contexts = [], admission.resolver.contexts.of([row.id for row in rows])
     for row in rows:
         outcome, problem = admission.canaries.outcome(row.name, row.digest)
         quarantined = quarantine.reason(row.digest, row.location)
         state = _state(row, ranks, quarantined, problem, row.name in current)
-        states.append(state | {"canary": outcome})
+        about = contexts[row.id].shown if row.id in contexts else {}
+        states.append(about | state | {"canary": outcome})
     return states
 
 
@@ -220,13 +260,8 @@ def _state(
         state = "resident" if resident >= whole else "loading" if loading else "cold"
     return {
         "object": "cartridge",
-        "id": row.id,
-        "version": row.version,
+        **{name: getattr(row, name) for name in ("id", "version", "digest", "kind", "positions", "bytes")},
         "current": current,
-        "digest": row.digest,
-        "kind": row.kind,
-        "positions": row.positions,
-        "bytes": row.bytes,
         "state": state,
         "reason": reason and without_paths(reason, {row.location: row.name}),
         "pinned": all(row.digest in rank["pinned"] for rank in ranks),

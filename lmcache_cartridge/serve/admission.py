@@ -7,6 +7,7 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from contextvars import copy_context
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,15 +26,19 @@ from ..sources.published import follower_of
 from .adapters import Adapters, check
 from .canary import Canaries
 from .claim import Claim
+from .http import current
 from .imported import Served
+from .making import Maker
 from .metrics import requests
-from .request import Reference, Refusal, Router, Unservable
-from .resolve import MAX_READS, Found, NeedsReading, Resolver, Selection
+from .request import NeedsReading, Reference, Refusal, Router, StillMade, Unservable
+from .resolve import MAX_READS, Found, Resolver, Selection
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
 
 logger = init_logger("vllm.lmcache_cartridge.serve.admission")
+
+_POLL_S = 0.1
 
 
 def served_by(engine: Any, chunk_tokens: int) -> Served | None:
@@ -61,6 +66,8 @@ class Admission:
         self._pool = ThreadPoolExecutor(8, thread_name_prefix="cartridge-request")
         self._reads = Workers("cartridge-read", max_reads, one_a_group=True)
         self.adapters = Adapters({})
+        self.maker: Maker | None = None
+        """What makes contexts, where clients may have any made."""
 
     async def start(self, engine: EngineClient, adapters: Mapping[str, LoRARequest] | None = None) -> None:
         """Connect to the engine's workers. Raises `UnsupportedEngine` where they have no cartridges.
@@ -83,7 +90,11 @@ class Admission:
             logger.info("rank %d serves %d cartridges", rank["rank"], rank["served"])
         served = from_plain((await self.client.ask("fingerprint"))[0])
         self.resolver.model, self.resolver.context = served, engine.model_config.max_model_len
-        self.canaries = Canaries(self.settings, engine, self.client, self.resolve, ranks[0]["chunk_tokens"], served)
+        chunk_tokens = ranks[0]["chunk_tokens"]
+        self.canaries = Canaries(self.settings, engine, self.client, self.resolve, chunk_tokens, served)
+        if self.settings.contexts:
+            self.maker = Maker(self, engine, chunk_tokens, served)
+            await self.maker.start()
 
     def close(self) -> None:
         """Disconnect from the workers, which ends every claim."""
@@ -98,32 +109,43 @@ class Admission:
         return None if self.follower is None else self.follower.latest
 
     async def numbers(self) -> list[Any]:
-        """Return every worker's numbers; cartridges whose text came in prompts that do not name them are tried."""
+        """Return every worker's numbers; cartridges whose text came in prompts that do not name them are tried, and contexts
+        removed whose time is over.
+        """
+        if self.maker is not None:
+            await asyncio.to_thread(self.maker.tidy)
         ranks = await self.client.ask("numbers")
         self.canaries.follow(ranks)
         return ranks
 
     async def resolve(self, references: Sequence[Reference]) -> Selection:
-        """Return the selection; only those whose manifest is not at hand wait for it to be read.
+        """Return the selection; only those whose manifest is not at hand wait for it to be read, and those that name a context
+        until it is made.
 
         Raises `Refusal`, 503 where that takes longer than `ready_timeout_s`.
         """
         loop = asyncio.get_running_loop()
         found: dict[Reference, Found] = {}
+        late = Refusal(503, "the cartridge's manifest is still being read", retry_after_s=5)
         try:
             async with asyncio.timeout(self.settings.ready_timeout_s):
                 while True:
                     try:
-                        return await loop.run_in_executor(self._pool, self.resolver.resolve, references, found)
+                        return await loop.run_in_executor(
+                            self._pool, copy_context().run, self.resolver.resolve, references, found
+                        )
                     except NeedsReading as needed:
                         found[needed.reference] = await self._read(needed)
+                    except StillMade as made:
+                        late = made
+                        await asyncio.sleep(_POLL_S)
         except TimeoutError:
-            raise Refusal(503, "the cartridge's manifest is still being read", retry_after_s=5) from None
+            raise late from None
 
     async def _read(self, needed: NeedsReading) -> Found:
         """Read a manifest that is not at hand, together with all others that want it. Raises `Refusal`."""
-        read = partial(self.resolver.find, needed.reference)
-        reading = self._reads.submit(needed.reference, read, [needed.location])
+        read = partial(copy_context().run, self.resolver.find, needed.reference)
+        reading = self._reads.submit((needed.reference, current().tenants), read, [needed.location])
         return await asyncio.shield(asyncio.wrap_future(reading))  # whoever leaves does not end it for others
 
     @asynccontextmanager

@@ -14,8 +14,9 @@ from contextvars import ContextVar
 from http import HTTPStatus
 from typing import Any
 
+from blake3 import blake3
 from fastapi.responses import JSONResponse
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, QueryParams
 
 from ..settings import Settings
 from . import misnamed
@@ -155,12 +156,22 @@ def error(refusal: Refusal) -> JSONResponse:
     return JSONResponse({"error": body}, status_code=refusal.status)
 
 
+def tenants_of(salt: Any, api_key: str | None) -> tuple[str, ...]:
+    """Return whose contexts a request may name: those of its `cache_salt`, of its key, and everybody's. Of the first are those
+    that it has made.
+    """
+    named = [f"{what} {who}" for what, who in (("salt", salt), ("key", api_key)) if who]
+    return (*(blake3(each.encode("utf-8", "surrogatepass")).hexdigest(16) for each in named), "")
+
+
 class Exchange:
     """One HTTP request: what it says beside what vLLM reads of it, and what its response says beside its body."""
 
-    def __init__(self, path: str | None, api_key: str | None) -> None:
+    def __init__(self, path: str | None, api_key: str | None, salt: str | None = None) -> None:
         self.path, self.api_key = path, api_key
         """Less what the server is mounted under; the bearer token, None without one."""
+        self.tenants = tenants_of(salt, api_key)
+        """Whose contexts it may know of, by its key and the `cache_salt` in its address."""
         self.named: tuple[str, ...] = ()
         """The cartridges that the header names, in order."""
         self.model: str | None = None
@@ -239,7 +250,8 @@ class ResponseHeaders:
             await self._app(scope, receive, send)
             return
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        exchange = Exchange(path_of(scope), key if scheme.lower() == "bearer" else None)
+        salt = QueryParams(scope.get("query_string", b"")).get("cache_salt")
+        exchange = Exchange(path_of(scope), key if scheme.lower() == "bearer" else None, salt)
         held: list[Any] = []
 
         async def send_with_headers(message: Any) -> None:

@@ -69,6 +69,18 @@ class Reference(BaseModel):
         return "local" if self.id.startswith("/") else "registry"
 
 
+class NeedsReading(Exception):
+    """A cartridge's manifest must be read first, which may take long or hang."""
+
+    def __init__(self, reference: Reference, location: str) -> None:
+        super().__init__(location)
+        self.reference, self.location = reference, location
+
+
+class StillMade(Refusal):
+    """A context that is being made, of a tenant who may name it."""
+
+
 _references = TypeAdapter(
     Annotated[
         list[Annotated[Reference, BeforeValidator(lambda v: {"id": v} if isinstance(v, str) else v)]],

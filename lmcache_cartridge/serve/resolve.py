@@ -41,21 +41,19 @@ from ..library.registry import Registry, RegistryEntry
 from ..settings import Settings
 from ..sources.s3 import S3Source
 from ..sources.sources import Sources
+from .contexts import Contexts
 from .imported import SUFFIX, Imports
-from .request import Reference, Refusal, Unservable, shorten, without_paths
+from .request import NeedsReading, Reference, Refusal, StillMade, Unservable, shorten, without_paths
 
 logger = logging.getLogger("vllm.lmcache_cartridge.serve.resolve")
 
 MAX_READS = 64
 """Manifests that are read at once, one of each location; requests for what was read before wait for none of them."""
-_MAX_REGISTERED = 128
-"""Registered cartridges whose token ids are kept."""
-_MAX_ROWS = 10_000
-"""Names whose registered versions are remembered for when the registry cannot be read."""
-_REFUSED_S = 1.0
-"""How long a version that an engine refused is passed over where an older one may stand in."""
-_REPLACED_S = 1.0
-"""How often S3 is asked again where the copy that is here is not what was registered."""
+_MAX_REGISTERED, _MAX_ROWS = 128, 10_000
+"""Registered cartridges whose token ids are kept; names whose versions are remembered for when the registry cannot be read."""
+_REFUSED_S = _REPLACED_S = 1.0
+"""How long a version that an engine refused is passed over where an older one may stand in; how often S3 is asked again
+where the copy that is here is not what was registered."""
 _WARN_EVERY_S = 60.0
 
 
@@ -181,14 +179,6 @@ class Found(NamedTuple):
     document_ids: tuple[int, ...] | None
 
 
-class NeedsReading(Exception):
-    """A cartridge's manifest must be read first, which may take long or hang."""
-
-    def __init__(self, reference: Reference, location: str) -> None:
-        super().__init__(location)
-        self.reference, self.location = reference, location
-
-
 class Resolver:
     """Turns references into a `Selection`, from the registry, the configured roots and buckets."""
 
@@ -199,6 +189,7 @@ class Resolver:
         # A connection for each read there may be: a slow one keeps no other waiting.
         sources = Sources(S3Source(**settings.s3 | {"connections": MAX_READS}))
         self._manifests = ManifestCache(settings.manifests_dir, sources)
+        self.contexts = Contexts(settings.home / "contexts.sqlite")
         self.imports = Imports(settings, sources, clock=clock)
         """What is made of `.pt` files that requests name."""
         self._registered: Lru[tuple[str, str], Found] = Lru(_MAX_REGISTERED)
@@ -277,7 +268,7 @@ class Resolver:
             )  # fmt: skip
 
     def find(self, reference: Reference, *, wait: bool = True) -> Found:
-        """Return the cartridge that one reference stands for. Raises `Refusal`.
+        """Return the cartridge that one reference stands for, no context but of the current request's tenants. Raises `Refusal`.
 
         Raises `NeedsReading` in place of a read that may hang, unless it is to `wait`.
         """
@@ -291,7 +282,7 @@ class Resolver:
         if where == "s3":
             self._check_bucket(reference)
             return self._read(reference, self._fetched(reference, reference.id, wait), reference.id, None)
-        rows, refusals = self._candidates(reference), {}
+        rows, refusals = self.candidates(reference), {}
         now, refused = self._clock(), self._refused
         for row in sorted(rows, key=lambda row: refused.get(row.digest, 0) > now):
             try:
@@ -303,13 +294,21 @@ class Resolver:
                 refusals[row] = refusal
         raise refusals[rows[0]]
 
-    def _candidates(self, reference: Reference) -> list[RegistryEntry]:
-        """Return the versions that a registered name may mean, the newest first."""
+    def candidates(self, reference: Reference) -> list[RegistryEntry]:
+        """Return the versions that a registered name may mean, the newest first. Raises `Refusal`: 404, 503."""
+        rows = self.contexts.seen(self._known(reference))
+        if not rows and self.contexts.own([reference.id]):
+            raise StillMade(503, f"{_shown(reference)} is still being made", retry_after_s=2)
+        if not rows:
+            raise Refusal(404, f"no cartridge is called {_shown(reference)}")
+        return rows
+
+    def _known(self, reference: Reference) -> list[RegistryEntry]:
         try:
             rows = self._registry.candidates(reference.id)
         except CartridgeNotFound:
             self._rows.pop(reference.id)
-            raise Refusal(404, f"no cartridge is called {_shown(reference)}") from None
+            return []
         except RegistryError as error:
             known = self._rows.get(reference.id)
             if self._clock() >= self._warned_s + _WARN_EVERY_S:
@@ -414,7 +413,8 @@ class Resolver:
         except (OSError, ValueError, RuntimeError):
             real = None
         roots = [root.resolve() for root in self._settings.roots]
-        if real is None or not path.is_absolute() or not any(real.is_relative_to(root) for root in roots):
+        is_private = real is not None and real.is_relative_to(self._settings.contexts_dir.resolve())
+        if real is None or is_private or not path.is_absolute() or not any(map(real.is_relative_to, roots)):
             raise Refusal(404, f"no cartridge is at {_shown(reference)} {_under('roots', self._settings.roots)}")
         return real
 

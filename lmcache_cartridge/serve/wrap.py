@@ -100,6 +100,7 @@ class CartridgeRenderer:
             if "cartridge_id" in (params or ()) or exchange.named or router.named_by(model):
                 raise Refusal(400, "`cartridges` is false, and the request names cartridges elsewhere")
         elif references := router.choose(fields, params, model, exchange.api_key, exchange.named):
+            exchange.tenants = http.tenants_of(getattr(request, "cache_salt", None), exchange.api_key)
             return await self._admission.resolve(references)
         if (self._admission.settings.required or exchange.is_required) and exchange.path not in http.COUNTS:
             raise Refusal(400, REQUIRED)
@@ -115,9 +116,9 @@ class CartridgeRenderer:
             engine_inputs = inputs(result) if not hasattr(result, "error") else []
             for engine_input in engine_inputs:
                 self._prepend(engine_input, request, claim)
-            own_salt = getattr(request, "cache_salt", None)
-            request.kv_transfer_params = claim.grant(params, len(engine_inputs), own_salt)
-        selection = claim.selection
+            selection = claim.selection
+            request.kv_transfer_params = claim.grant(params, len(engine_inputs), self._own_salt(request))
+        self._admission.resolver.contexts.used.update(manifest.id for manifest in selection.manifests)
         is_granted = isinstance(request.kv_transfer_params, Grant)
         http.note(selection.replaced if claim.is_text else selection.used(), is_pending=is_granted)
         outcome.value = "failed" if not engine_inputs else "document" if claim.is_text else "used"
@@ -131,7 +132,12 @@ class CartridgeRenderer:
         head = selection.document_ids if claim.is_text else selection.token_ids
         assert head is not None  # a claim is on the text only where there is one
         self._join(head, engine_input)
-        engine_input["cache_salt"] = selection.salt(getattr(request, "cache_salt", None), self._admission.secret)
+        engine_input["cache_salt"] = selection.salt(self._own_salt(request), self._admission.secret)
+
+    def _own_salt(self, request: Any) -> str | None:
+        """Return what keeps apart what is computed for a request: its `cache_salt`, or its key where keys have contexts."""
+        tenant = http.current().tenants[0] if self._admission.maker else None
+        return getattr(request, "cache_salt", None) or tenant or None
 
     def _join(self, head: Sequence[int], engine_input: dict[str, Any]) -> None:
         """Put token ids before a prompt. Raises `Refusal` where they do not go together."""

@@ -1,0 +1,199 @@
+"""Making: a text that a client sent is computed by the engine once, kept as a cartridge, and tried before anybody hears of it."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+import uuid
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from blake3 import blake3
+from vllm.logger import init_logger
+
+from ..artifact.manifest import Provenance, check_id
+from ..artifact.model import Fingerprint
+from ..artifact.writing import ArtifactWriter
+from ..engine.computed import ANSWER, QUESTION, canary, heads
+from ..errors import CartridgeNotFound, UnsupportedEngine
+from ..library.registry import Registry
+from .contexts import Context, Patched, Posted
+from .request import Refusal
+from .resolve import Selection
+
+logger = init_logger("vllm.lmcache_cartridge.serve.making")
+
+_MOST = 32
+"""Contexts that are made, one after the other, or wait for it."""
+_ANSWER_S, _LEASE_S = 5.0, 15.0
+"""How long whoever posts a context waits for it, and after what time one is removed whose maker was killed."""
+_PROGRESS = "UPDATE contexts SET done = min(done + ?, tokens) WHERE id = ?"
+_LIVING = "SELECT * FROM contexts WHERE (key = ? OR id = ?) AND expires_at > ?"
+
+
+class Maker:
+    """Makes contexts, and removes those whose time is over. Lives in one event loop."""
+
+    def __init__(self, admission: Any, engine: Any, chunk_tokens: int, model: Fingerprint) -> None:
+        """`admission` is what the parts of the API server share, `engine` vLLM's client, `chunk_tokens` LMCache's chunk size, `model` what the engine runs."""
+        self._admission, self._engine, self._settings = admission, engine, admission.settings
+        self._chunk, self._model, self._turn = chunk_tokens, model, asyncio.Lock()
+        self.table, self._run = admission.resolver.contexts, admission.resolver.contexts.run
+        self._making: dict[str, asyncio.Task[Context]] = {}
+        self._longest = (admission.resolver.context - QUESTION - ANSWER) // chunk_tokens * chunk_tokens
+
+    async def start(self) -> None:
+        """Make what is needed. Raises `UnsupportedEngine` where KV cannot be had."""
+        config, library = self._engine.vllm_config, self._settings.library
+        engines, role = config.parallel_config.data_parallel_size, config.kv_transfer_config.kv_role
+        if library or engines > 1 or role == "kv_consumer":
+            raise UnsupportedEngine(
+                "contexts: LMCache has to save (--l1-bytes), in the one engine of a server, and beside no published library"
+            )
+        await self._admission.client.ask("captured", "", [], 0)
+        self._registry = Registry(self._settings.registry_path)
+        self.table.create()
+
+    async def post(self, ids: list[int], posted: Posted, tenant: str) -> Context:
+        """Have a context made of some tokens, unless there is one, and wait a while. Raises `Refusal` and `CartridgeError`."""
+        if not 0 < len(ids) <= self._longest or not 0 <= min(ids) <= max(ids) < self._model.vocab_size:
+            raise Refusal(
+                400,
+                f"a context has 1 to {self._longest} tokens, each below {self._model.vocab_size}; this has {len(ids)}",
+            )
+        self.check(posted)
+        context, is_new = await asyncio.to_thread(self._add, ids, posted, tenant)
+        if context.digest:
+            return await asyncio.to_thread(self.patch, context, posted)
+        if is_new:
+            self._making[context.id] = task = asyncio.create_task(self._make(context, ids, posted))
+            task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+        if making := self._making.get(context.id):
+            done, _ = await asyncio.wait([making], timeout=_ANSWER_S)
+            return making.result() if done else context
+        return context
+
+    def check(self, patched: Patched) -> None:
+        """Raise `Refusal` for no time, and for longer than settings allow."""
+        if patched.ttl is not None and not 0 < patched.ttl <= self._settings.contexts_ttl_s:
+            raise Refusal(400, f"ttl is above 0 seconds, {self._settings.contexts_ttl_s:g} at most")
+
+    def _add(self, ids: list[int], posted: Posted, tenant: str) -> tuple[Context, bool]:
+        """Return the context of some tokens, and whether it is a new one. Raises `Refusal` and `CartridgeError`."""
+        now, name = time.time(), posted.id
+        key = blake3(tenant.encode() + np.array(ids, "<u4").tobytes()).hexdigest()
+        for there in map(Context._make, self._run(_LIVING, key, name, now)):
+            if there.key != key or name not in (None, there.id):
+                raise Refusal(409, f"{there.id} is in use, or has this text; choose another id, or delete it first")
+            return there, False
+        if name is not None:
+            with suppress(CartridgeNotFound):
+                self._registry.find(check_id(name))
+                raise Refusal(409, f"{name} is in use; choose another id")
+        if len(self._making) >= _MOST:
+            raise Refusal(503, "other contexts are being made", retry_after_s=5)
+        size, settings = len(ids) * self._model.token_bytes, self._settings
+        if self._run(
+            "SELECT 1 FROM (SELECT count(*) AS n, total(bytes) AS b FROM contexts) WHERE n >= ? OR b + ? > ?",
+            settings.contexts_count, size, settings.contexts_bytes,
+        ):  # fmt: skip
+            own = self._run(
+                "SELECT id FROM contexts WHERE tenant = ? ORDER BY coalesce(last_used_at, 0) LIMIT 5", tenant
+            )
+            raise Refusal(
+                507,
+                f"settings leave no room for one more context, of {size} bytes; delete of yours: {[i for (i,) in own]}",
+            )
+        new = Context(name or f"ctx-{uuid.uuid4().hex[:20]}", tenant, key, now, now + _LEASE_S, len(ids), size)
+        self._run(f"INSERT INTO contexts VALUES ({', '.join('?' * len(new))})", *new)
+        return new, True
+
+    def patch(self, context: Context, patched: Patched) -> Context:
+        """Keep a context for so long from now on, let these labels point at it and no others, and return it.
+
+        Raises `Refusal` where a label points at something else.
+        """
+        if (labels := patched.labels) is not None:
+            known, name = self._registry.labels(), f"{context.id}@1"
+            if taken := [label for label in labels if known.get(label, name) != name]:
+                raise Refusal(409, f"the label {taken[0]} is in use; choose another")
+            for label in labels:
+                self._registry.label(label, name)
+            for label in known:
+                if known[label] == name and label not in labels:
+                    self._registry.unlabel(label)
+        if patched.ttl is not None:
+            context = context._replace(expires_at=time.time() + patched.ttl)
+            self._run("UPDATE contexts SET expires_at = ? WHERE id = ?", context.expires_at, context.id)
+        return context
+
+    async def _make(self, context: Context, ids: list[int], posted: Posted) -> Context:
+        """Make a context and return it; what was not made is soon removed. Raises `Refusal` and `CartridgeError`."""
+        try:
+            async with self._turn:
+                context = await self._written(context, ids)
+            await asyncio.to_thread(self._registry.register, self._root(context))
+            await asyncio.to_thread(
+                self._run, "UPDATE contexts SET digest = ?, bytes = ?, done = tokens WHERE id = ?", context.digest, context.bytes,
+                context.id,
+            )  # fmt: skip
+            return await asyncio.to_thread(self.patch, context, posted)
+        except Exception as error:
+            logger.exception("%s was not made", context.id)
+            if type(error) is OSError:
+                error = Refusal(507, f"the context cannot be written: {error.strerror}")
+            await asyncio.to_thread(self._run, "UPDATE contexts SET error = ? WHERE id = ?", str(error), context.id)
+            raise error from None
+        finally:
+            del self._making[context.id]
+
+    def _root(self, context: Context) -> Path:
+        # The same text again lies where it lay: workers look there for KV of its digest that they have just heard of.
+        return self._settings.contexts_dir / context.key / "1"
+
+    async def _written(self, context: Context, ids: list[int]) -> Context:
+        """Have the engine compute some tokens, write what it has, and try that. Raises `CartridgeError` and `Refusal`."""
+        name, root, engine = uuid.uuid4().hex, self._root(context), self._engine
+        with ArtifactWriter(
+            root, cartridge_id=context.id, version=1, kind="prefill", fingerprint=self._model, token_ids=np.array(ids),
+            chunk_tokens=self._chunk,
+        ) as writer:  # fmt: skip
+            async for raw in heads(engine, self._admission.client, ids, name, self._model, self._chunk):
+                await asyncio.to_thread(writer.write, raw)
+                await asyncio.to_thread(self._run, _PROGRESS, self._chunk, context.id)
+            about = Provenance("POST /v1/cartridges", time.strftime("%FT%TZ", time.gmtime()))
+            served = await canary(engine, ids, name, self._model.dtype)
+            manifest = await asyncio.to_thread(writer.commit, about, served)
+        selection = Selection((manifest,), ((str(root), str(root)),), tuple(ids), tuple(ids))
+        if (refusal := await self._admission.canaries.check(selection)) is not None:
+            raise refusal
+        return context._replace(digest=manifest.digest, bytes=manifest.payload_bytes, done=len(ids))
+
+    def tidy(self) -> None:
+        """Note what was used and what is still being made, and remove what has expired."""
+        now, used = time.time(), self.table.used
+        self.table.used = Counter()
+        for context_id, count in used.items():
+            self._run("UPDATE contexts SET uses = uses + ?, last_used_at = ? WHERE id = ?", count, now, context_id)
+        for context_id in [*self._making]:
+            self._run("UPDATE contexts SET expires_at = ? WHERE id = ? AND digest = ''", now + _LEASE_S, context_id)
+        for row in self._run("SELECT * FROM contexts WHERE expires_at <= ?", now):
+            self.remove(Context(*row))
+
+    def remove(self, context: Context) -> None:
+        """Take a context out of the registry, the disk and the table; what is begun here is ended by whoever tidies up next.
+
+        Requests that have it in memory end as they began, and others compute its text.
+        """
+        self._run("UPDATE contexts SET expires_at = 0 WHERE id = ?", context.id)
+        root = self._root(context)
+        with suppress(CartridgeNotFound):
+            if self._registry.find(f"{context.id}@1").location == str(root.resolve()):
+                self.patch(context, Patched(labels=[]))
+                self._registry.remove(f"{context.id}@1")
+        shutil.rmtree(root.parent, ignore_errors=True)
+        self._run("DELETE FROM contexts WHERE id = ?", context.id)

@@ -1,0 +1,393 @@
+"""Contexts: clients have a running server make cartridges of texts, and ask behind them by name. In both modes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from processor import noise
+from recall.ward import ask, encode
+from serving import SERVER_ARGS, Client, difference
+from waiting import until
+from wards import MODEL, Asker, Ward, patients, write_ward
+
+from lmcache_cartridge.artifact.reading import load_manifest
+from lmcache_cartridge.errors import UnsupportedEngine
+from lmcache_cartridge.library.registry import Registry
+from lmcache_cartridge.make.model import CausalModel
+from lmcache_cartridge.serve.launch import plan
+from lmcache_cartridge.serve.processes import SMALL, ServerProcess
+from lmcache_cartridge.settings import Settings, from_mapping
+
+CHUNK, NOISE = 256, noise(0.25)
+WARDS = ("first", "second", "third", "fourth")
+KEYS = ("one", "two")
+"""The server's API keys."""
+ROUTE = "/v1/cartridges"
+LARGEST = (8192 - 20) // CHUNK * CHUNK
+"""Tokens of the largest context: questions of the canary stand behind it."""
+
+
+class Served(NamedTuple):
+    """A server, asked by two keys."""
+
+    asker: Asker
+    other: Asker
+    settings: Settings
+    wards: dict[str, Ward]
+    fault: Path
+    mode: str
+    log: Path
+    pid: int
+
+    def post(self, asker: Asker | None = None, **body: Any) -> Any:
+        return (asker or self.asker).http.post(ROUTE, json=body)
+
+    def made(self, **body: Any) -> dict[str, Any]:
+        """Post a context and return it once it is made."""
+        reply = self.post(**body)
+        assert reply.status_code in (200, 202), reply.text
+        found: list[Any] = [reply.json()]
+        salt = {"cache_salt": body["cache_salt"]} if "cache_salt" in body else {}
+
+        def is_made() -> bool:
+            if found[-1]["state"] != "making":
+                return True
+            found.append(self.get(found[0]["id"], **salt).json())
+            return False
+
+        until(is_made)
+        assert found[-1]["state"] in ("ready", "resident", "cold"), found[-1]
+        return found[-1]
+
+    def get(self, name: str = "", asker: Asker | None = None, **query: str) -> Any:
+        return (asker or self.asker).http.get(f"{ROUTE}/{name}" if name else ROUTE, params=query)
+
+    def named(self, asker: Asker | None = None, **query: str) -> set[str]:
+        return {each["id"] for each in self.get(asker=asker, **query).raise_for_status().json()["data"]}
+
+    def root(self, name: str) -> Path:
+        """Return where a context lies."""
+        root = Path(Registry(self.settings.registry_path, read_only=True).find(name).location)
+        assert root.is_relative_to(self.settings.contexts_dir) and root.exists()
+        return root
+
+    def places(self) -> set[Path]:
+        """Return every directory of a context, half made ones too."""
+        return set(self.settings.contexts_dir.glob("*/*"))
+
+    def right(self, name: str, ward: Ward, count: int = 8, **extra: Any) -> None:
+        """Ask facts behind a context, and see that each is answered right from its KV."""
+        for fact in ward.facts[:count]:
+            found = self.asker.complete(ask(fact, 0), name, **extra)
+            assert (found.text.strip(), found.cached_tokens >= len(ward.ids) // CHUNK * CHUNK) == (fact.value, True)
+
+
+@contextmanager
+def serving(home: Path, wards: dict[str, Ward], mode: str, **settings: Any) -> Iterator[Served]:
+    """Serve a home, by a plugin that has no faults until a file names some."""
+    given = from_mapping({"home": home, "contexts": True} | settings)
+    launch = plan(MODEL, given, vllm_args=[*SERVER_ARGS, "--api-key", *KEYS], mode=mode, l1_bytes=256 << 20)
+    module = "lmcache_cartridge.engine.backend" if mode == "in-process" else "lmcache_cartridge.engine.l2"
+    faulty = "faulty" if mode == "in-process" else "faulty_l2"
+    launch = launch._replace(
+        yaml=launch.yaml.replace(module, faulty),
+        lmcache=launch.lmcache and [word.replace(module, faulty) for word in launch.lmcache],
+    )
+    fault = home / "fault.json"
+    environment = SMALL | {
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]),
+        "FAULTY_FILE": str(fault), "VLLM_SERVER_DEV_MODE": "1",
+    }  # fmt: skip
+    with ExitStack() as stack:
+        server = stack.enter_context(ServerProcess(launch, home / "log", environment=environment))
+        one, two = (stack.enter_context(Asker(server.url, key)) for key in KEYS)
+        yield Served(one, two, given, wards, fault, mode, home / "log", server.pid)
+
+
+@pytest.fixture(scope="module")
+def wards() -> dict[str, Ward]:
+    model = CausalModel(MODEL)
+    return {name: write_ward(model, patients(i, len(WARDS)), name) for i, name in enumerate(WARDS)}
+
+
+@pytest.fixture(scope="module", params=["in-process", "multiprocess"])
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, wards: dict[str, Ward]
+) -> Iterator[Served]:
+    with serving(tmp_path_factory.mktemp("home"), wards, request.param, contexts_count=48, admin=True) as found:
+        yield found
+
+
+@pytest.fixture
+def first(served: Served) -> dict[str, Any]:
+    """The context of the first ward, which most tests ask."""
+    return served.made(document=served.wards["first"].document.text)
+
+
+def test_a_text_is_sent_once_and_then_answers_as_if_it_stood_in_the_prompt(
+    served: Served, first: dict[str, Any]
+) -> None:
+    ward = served.wards["first"]
+    assert first["tokens"] == len(ward.ids) and first["expires_at"] - first["created_at"] == pytest.approx(
+        3600, abs=300
+    )
+    served.right(first["id"], ward, 16)
+    manifest = load_manifest(served.root(first["id"]))
+    assert (manifest.digest, manifest.kind, manifest.positions) == (first["digest"], "prefill", len(ward.ids))
+    assert len(manifest.canary.after) == 4
+    far = []
+    for fact in ward.facts[:4]:
+        question = encode(ask(fact, 0))
+        with Client(str(served.asker.http.base_url), MODEL) as client:
+            client._http.headers["Authorization"] = f"Bearer {KEYS[0]}"
+            far.append(difference(client.ask_with([first["id"]], question), client.computed([*ward.ids, *question])))
+    assert max(far) < NOISE
+    print(served.mode, "largest difference of logprobs", max(far))
+
+
+def test_the_same_text_again_is_the_same_context_and_costs_nothing(served: Served, first: dict[str, Any]) -> None:
+    ward = served.wards["first"]
+    before = len(served.named())
+    for body in ({"document": ward.document.text}, {"token_ids": ward.ids}):
+        again = served.post(ttl=7200, **body)
+        assert again.status_code == 200
+        assert {name: again.json()[name] for name in ("id", "digest", "created_at")} == {
+            name: first[name] for name in ("id", "digest", "created_at")
+        }
+        assert again.json()["expires_at"] > first["expires_at"] + 3000
+    assert len(served.named()) == before
+
+
+def test_a_context_has_the_id_and_labels_that_its_maker_gives_and_says_how_it_was_used(served: Served) -> None:
+    ward = served.wards["second"]
+    made = served.made(document=ward.document.text, id="handbook", labels=["book", "latest"])
+    for name in ("handbook", "handbook@1", "book", "latest"):
+        served.right(name, ward, 2)
+    changed = served.asker.http.patch(f"{ROUTE}/handbook", json={"labels": ["book"], "ttl": 60})
+    assert changed.status_code == 200 and changed.json()["expires_at"] < made["expires_at"] - 3000
+    assert served.asker.http.post("/v1/completions", json=_naming("latest")).status_code == 404
+    until(lambda: served.get("handbook").json()["uses"] == 8)
+    assert served.get("handbook").json()["last_used_at"] >= made["created_at"]
+    root = served.root("handbook")
+    assert served.asker.http.delete(f"{ROUTE}/handbook").json()["deleted"] is True
+    for name in ("handbook", "book"):
+        assert served.asker.http.post("/v1/completions", json=_naming(name)).status_code == 404
+    assert served.get("handbook").status_code == 404 and "handbook" not in served.named()
+    assert not root.exists()
+    assert "book" not in Registry(served.settings.registry_path, read_only=True).labels()
+
+
+def _naming(name: str, **extra: Any) -> dict[str, Any]:
+    return {"model": MODEL, "prompt": "Q", "max_tokens": 1, "cartridges": [name]} | extra
+
+
+def test_whoever_made_a_context_alone_can_name_list_or_delete_it(served: Served, first: dict[str, Any]) -> None:
+    """By key and by salt: for others it is as if there were none of the name."""
+    ward, name = served.wards["third"], first["id"]
+    mine = served.made(document=ward.document.text, cache_salt="mine", id="salted", labels=["of-mine"])
+    assert mine["id"] == "salted"
+    served.right("salted", ward, 4, cache_salt="mine")
+    for asker, hidden, extra in (
+        (served.other, name, {}), (served.other, f"{name}@1", {}), (served.asker, "salted", {}), (served.asker, "of-mine", {}),
+        (served.asker, "salted", {"cache_salt": "yours"}), (served.other, "salted", {}),
+    ):  # fmt: skip
+
+        def refused(path: str, asker: Asker = asker, **body: Any) -> str:
+            headers = body.pop("headers", {})
+            reply = asker.http.post(path, json=body, headers=headers)
+            assert reply.status_code == 404, (path, reply.text)
+            return reply.json()["error"]["message"]
+
+        plain = {"model": MODEL, "prompt": "Q", "max_tokens": 1} | extra
+        unknown = refused("/v1/completions", **plain, cartridges=["nobody-made-it"])
+        said = refused("/v1/completions", **plain, cartridges=[hidden])
+        assert said.replace(hidden, "nobody-made-it") == unknown
+        refused("/v1/completions", **plain, cartridges=[{"id": hidden, "source": "registry"}])
+        refused("/v1/completions", **plain, headers={"X-Cartridges": hidden})
+        refused("/v1/completions", **plain | {"model": f"{MODEL}:{hidden}"})
+        refused("/v1/cartridges/tokens", **plain, cartridges=[hidden])
+        refused(f"{ROUTE}/{hidden}/preload")
+        assert served.get(hidden, asker, **extra).status_code == 404
+        assert asker.http.patch(f"{ROUTE}/{hidden}", json={"ttl": 1}, params=extra).status_code == 404
+        assert asker.http.delete(f"{ROUTE}/{hidden}", params=extra).status_code == 404
+        assert hidden.partition("@")[0] not in served.named(asker, **extra)
+    assert {name, "salted"} <= served.named(cache_salt="mine")
+    same = served.post(served.other, document=served.wards["first"].document.text).json()
+    assert same["id"] != name, "another tenant's is made anew"
+    assert served.asker.http.delete(f"{ROUTE}/salted", params={"cache_salt": "mine"}).status_code == 200
+    assert served.other.http.delete(f"{ROUTE}/{same['id']}").status_code in (200, 404)
+
+
+def test_a_prompt_that_begins_with_the_text_is_not_answered_from_it(served: Served, first: dict[str, Any]) -> None:
+    ward = served.wards["first"]
+    served.right(first["id"], ward, 2)
+    fact = ward.facts[0]
+    for _ in range(2):
+        found = served.other.complete([*ward.ids, *encode(ask(fact, 0))], cache_salt=os.urandom(8).hex())
+        assert (found.text.strip(), found.cached_tokens, found.used) == (fact.value, 0, None)
+
+
+def test_a_request_in_flight_ends_as_it_began_when_the_time_of_its_context_is_over(served: Served) -> None:
+    ward = served.wards["fourth"]
+    made = served.made(document=ward.document.text)
+    question, long = ask(ward.facts[0], 0), {"tokens": 300, "ignore_eos": True}
+    whole, root = served.asker.complete(question, made["id"], **long).text, served.root(made["id"])
+    pieces: list[str] = []
+    with served.asker.openai.completions.with_streaming_response.create(
+        model=MODEL, prompt=question, max_tokens=300, temperature=0, stream=True,
+        extra_body={"cartridges": [made["id"]], "ignore_eos": True},
+    ) as raw:  # fmt: skip
+        events = raw.parse()
+        pieces.append(next(iter(events)).choices[0].text)
+        assert served.asker.http.patch(f"{ROUTE}/{made['id']}", json={"ttl": 0.1}).status_code == 200
+        until(lambda: served.get(made["id"]).status_code == 404)
+        pieces += [event.choices[0].text for event in events if event.choices]
+    assert "".join(pieces) == whole
+    assert made["id"] not in served.named() and not root.exists()
+    assert served.post(document=ward.document.text).json()["id"] != made["id"], "it is made anew"
+
+
+def test_what_cannot_be_a_context_is_refused_with_the_reason(served: Served, first: dict[str, Any]) -> None:
+    text = served.wards["fourth"].document.text[:400]
+    before = served.places()
+    for status, body, reason in (
+        (400, {}, "give one of"), (400, {"document": text, "token_ids": [5]}, "give one of"), (400, {"document": ""}, "0"),
+        (400, {"document": " \n"}, "this has 0"), (400, {"token_ids": []}, "this has 0"),
+        (400, {"token_ids": [5] * (LARGEST + 1)}, f"1 to {LARGEST} tokens"), (400, {"token_ids": [10**9]}, "each below"),
+        (400, {"token_ids": [-1]}, "each below"), (400, {"token_ids": ["a"]}, ""), (400, {"document": text, "ttl": 0}, "ttl"),
+        (400, {"document": text, "ttl": -1}, "ttl"), (400, {"document": text, "ttl": 366 * 86400}, "2.592e+06 at most"),
+        (400, {"document": text, "id": "../x"}, "cannot be a cartridge id"), (400, {"document": text, "id": ""}, "id"),
+        (400, {"document": text, "id": "a/b"}, "cannot be"), (400, {"document": text, "name": "x"}, "name"),
+        (409, {"document": text, "id": first["id"]}, "in use"), (400, {"document": text, "labels": "book"}, ""),
+        (409, {"document": served.wards["first"].document.text, "id": "elsewhere"}, f"{first['id']} is in use, or has this"),
+    ):  # fmt: skip
+        reply = served.post(**body)
+        assert reply.status_code == status and reason in reply.text, (
+            body if len(str(body)) < 99 else "...",
+            reply.text,
+        )
+    assert served.get("a" * 300).status_code == 404
+    assert served.places() <= before and not served.settings.cartridges_dir.exists()
+
+
+@pytest.mark.parametrize("how", ["swapped", "late"])
+def test_kv_that_is_not_the_engines_is_found_before_anybody_hears_of_it(served: Served, how: str) -> None:
+    ids = served.wards["second"].ids[: 3 * CHUNK + (how == "late")]
+    before, places = served.named(), served.places()
+    served.fault.write_text(json.dumps({"captured": how}))
+    try:
+        reply = served.post(token_ids=ids, id=f"wrong-{how}")
+        until(lambda: reply.status_code != 202 or "set aside" in served.get(f"wrong-{how}").text)
+        assert "set aside" in (reply.text if reply.status_code != 202 else served.get(f"wrong-{how}").text)
+    finally:
+        served.fault.unlink()
+    assert served.named() == before
+    until(lambda: served.get(f"wrong-{how}").status_code == 404)
+    assert served.places() <= places
+    assert served.made(token_ids=ids)["tokens"] == len(ids), "the control"
+
+
+def test_a_thousand_texts_at_once_are_made_in_turn_or_told_to_come_again(served: Served, first: dict[str, Any]) -> None:
+    """Requests beside them are answered right meanwhile."""
+    ward, base = served.wards["first"], served.wards["second"].ids
+    over = threading.Event()
+
+    def asks() -> int:
+        count = 0
+        while not over.is_set() or not count:
+            served.right(first["id"], ward, 3)
+            count += 1
+        return count
+
+    def posts(number: int) -> tuple[int, str]:
+        reply = served.post(
+            token_ids=[base[0], *base[number % 700 + 1 : number % 700 + 270], 5 + number % 600, 7 + number // 600]
+        )
+        return reply.status_code, reply.headers.get("retry-after", "")
+
+    with ThreadPoolExecutor(65) as pool:
+        asking = pool.submit(asks)
+        told = list(pool.map(posts, range(1000)))
+        over.set()
+        assert asking.result() > 0
+    assert {status for status, _ in told} <= {200, 202, 503, 507}
+    assert all(after for status, after in told if status == 503)
+    assert sum(status in (200, 202) for status, _ in told) >= 1
+    until(lambda: all(served.get(name).json()["state"] != "making" for name in served.named()))
+    full = [served.post(token_ids=[*base[:300], 5 + number]) for number in range(60)]
+    until(lambda: served.post(token_ids=[*base[:301], 9]).status_code == 507)
+    refused = served.post(token_ids=[*base[:301], 9]).json()["error"]["message"]
+    named = [name for name in served.named() if name in refused]
+    assert named, (refused, [reply.status_code for reply in full])
+    for name in served.named() - {first["id"]}:
+        served.asker.http.delete(f"{ROUTE}/{name}")
+
+
+def test_a_client_that_leaves_has_its_context_made_all_the_same_and_others_wait_for_it(served: Served) -> None:
+    ward = served.wards["third"]
+    text = ward.document.text[: len(ward.document.text) // 4 * 3]
+    fact = next(fact for fact in ward.facts if f"{fact.patient}: " in text[: len(text) // 2])
+    served.fault.write_text(json.dumps({"capture_s": 1.0}))
+    try:
+        with pytest.raises(Exception, match="timed out"):
+            served.asker.http.post(ROUTE, json={"document": text, "id": "left"}, timeout=1)
+        until(lambda: served.get("left").status_code == 200)
+        assert served.get("left").json()["state"] == "making" and "left" not in served.named()
+        found = served.asker.complete(ask(fact, 0), "left")
+        assert (found.text.strip(), found.cached_tokens >= 2 * CHUNK) == (fact.value, True)
+    finally:
+        served.fault.unlink()
+    assert "left" in served.named()
+
+
+@pytest.mark.parametrize("mode", ["in-process", "multiprocess"])
+def test_a_server_that_is_killed_lists_nothing_half_made_and_keeps_what_was_answered(
+    tmp_path: Path, wards: dict[str, Ward], mode: str
+) -> None:
+    with serving(tmp_path, wards, mode) as served:
+        kept = served.made(document=wards["first"].document.text)
+        served.fault.write_text(json.dumps({"capture_s": 2.0}))
+        reply: list[Any] = []
+        thread = threading.Thread(
+            target=lambda: _quietly(
+                lambda: reply.append(served.post(document=wards["second"].document.text, id="half"))
+            )
+        )
+        thread.start()
+        until(lambda: served.get("half").status_code == 200 and served.get("half").json()["done"] >= CHUNK)
+        os.killpg(served.pid, signal.SIGKILL)
+        thread.join()
+        assert not reply and len(served.places()) == 2, "something was half made"
+        served.fault.unlink()
+    with serving(tmp_path, wards, mode, contexts_count=2) as served:
+        assert served.named() == {kept["id"]}
+        served.right(kept["id"], wards["first"])
+        until(lambda: served.get("half").status_code == 404)
+        assert served.places() == {served.root(kept["id"])}
+        made = served.made(document=wards["second"].document.text, id="half")
+        served.right("half", wards["second"])
+        full = served.post(document=wards["third"].document.text)
+        assert full.status_code == 507 and kept["id"] in full.text and made["id"] in full.text
+
+
+def _quietly(call: Any) -> None:
+    try:
+        call()
+    except Exception:
+        return
+
+
+def test_contexts_need_an_lmcache_that_saves(tmp_path: Path) -> None:
+    settings = from_mapping({"home": tmp_path, "contexts": True})
+    launch = plan(MODEL, settings, vllm_args=SERVER_ARGS)
+    with pytest.raises(UnsupportedEngine, match="LMCache has to save"), ServerProcess(launch, tmp_path / "log"):
+        pass
