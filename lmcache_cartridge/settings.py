@@ -172,8 +172,6 @@ class Settings(BaseModel):
     """File with a secret of 32 bytes or more, by which vLLM's block hashes of a cartridge agree on all servers of a
     fleet; by default `$LMCACHE_CARTRIDGE_SALT_SECRET`, else each API server has its own. Who knows it and a digest
     can read the KV of others' requests for that cartridge."""
-    admin: bool = False
-    """Whether `POST /v1/cartridges/...` may preload, pin, unpin, evict, and drain the server."""
     contexts: bool = False
     """Whether clients may have this server make cartridges of texts that they send, `POST /v1/cartridges`, in its own `home`.
     LMCache has to save what vLLM computes (`--l1-bytes`)."""
@@ -183,6 +181,8 @@ class Settings(BaseModel):
     """How many of those there may be."""
     contexts_ttl_s: float = Field(default=30 * 86400.0, gt=0)
     """The longest time for which a client may keep one."""
+    admin: bool = False
+    """Whether `POST /v1/cartridges/...` may preload, pin, unpin, evict, and drain the server."""
 
     def salt_secret(self) -> bytes | None:
         """Return the secret that salts are made with; None where each server makes one. Raises `SettingsError`."""
