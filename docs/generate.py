@@ -17,8 +17,9 @@ from lmcache_cartridge.serve import metrics as exported
 from lmcache_cartridge.settings import Settings
 
 HERE = Path(__file__).parent
-sys.path.append(str(HERE))
+sys.path += [str(HERE), str(HERE.parent / "tests"), str(HERE.parent / "tests" / "served")]
 
+import cells  # noqa: E402
 import figures  # noqa: E402
 import sizes as sizes_of_models  # noqa: E402
 
@@ -118,6 +119,17 @@ def models() -> str:
     return f"{figures.section(results, 'models')}\n\n{figures.about(results.of('models'))}".rstrip()
 
 
+def matrix() -> str:
+    """Return the servers that the suite serves cartridges on, and what stands beside them."""
+    rows = []
+    for name, cell in cells.CELLS.items():
+        options = [option.removeprefix("--") for option in cell.options if option.startswith("--")]
+        own = ", ".join(option for option in options if not option.startswith(("no-enforce", "max-num-seqs")))
+        start = f"{cell.mode}, {cell.chunk}/{cell.block}" + ", saving" * cell.saves
+        rows.append((name, cell.model, start, own, cell.source))
+    return figures.table(("server", "model", "mode, chunk/block", "vLLM's options", "cartridges from"), rows)
+
+
 def sizes() -> str:
     """Return the bytes of a cartridge, by model and p."""
     return sizes_of_models.markdown(sizes_of_models.rows())
@@ -157,6 +169,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "metrics": metrics,
     "versions": versions,
     "models": models,
+    "matrix": matrix,
     "sizes": sizes,
     "figures": measured,
     "saves": saves,

@@ -14,8 +14,9 @@ import foreign
 import numpy as np
 import pytest
 import torch
+from cells import CELLS
 from lessons import write_questions
-from matrix import CELLS, CellTests, Served, serve
+from matrix import CellTests, Served, serve
 from processor import MAY_TURN
 from recall.ward import Fact, ask, encode
 from s3 import MotoServer
