@@ -123,11 +123,10 @@ def matrix() -> str:
     """Return the servers that the suite serves cartridges on, and what stands beside them."""
     rows = []
     for name, cell in cells.CELLS.items():
-        options = [option.removeprefix("--") for option in cell.options if option.startswith("--")]
-        own = ", ".join(option for option in options if not option.startswith(("no-enforce", "max-num-seqs")))
-        start = f"{cell.mode}, {cell.chunk}/{cell.block}" + ", saving" * cell.saves
-        rows.append((name, cell.model, start, own, cell.source))
-    return figures.table(("server", "model", "mode, chunk/block", "vLLM's options", "cartridges from"), rows)
+        options = [f"`{option.removeprefix('--')}`" for option in cell.options if option.startswith("--")]
+        said = [f"`{cell.model}`", cell.mode, f"{cell.chunk}/{cell.block}", *options, *["saving"] * cell.saves]
+        rows.append(f"- {name}: {', '.join([*said, *[cell.source] * (cell.source != 'directory')])}")
+    return "\n".join(rows)
 
 
 def sizes() -> str:
