@@ -34,7 +34,7 @@ from .model import CausalModel
 from .train.initial import positions_of
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Recipe:
     """What is made of each document, as `build` is told it for one."""
 
@@ -64,7 +64,7 @@ class Batch:
         if recipe.chat_template is not None:
             self._model.tokenizer.chat_template = recipe.chat_template.read_text()
         self._sources = Sources(S3Source(**settings.s3))
-        self._scratch = TemporaryDirectory(prefix="lmcache-cartridge-")
+        self._scratch = TemporaryDirectory()
         self._library = Library(settings) if settings.library else None
         self._registry = self._library.registry if self._library else Registry(settings.registry_path)
         if self._library:
@@ -99,7 +99,7 @@ class Batch:
 
     def _add(self, cartridge_id: str, document: Document, directory: Path) -> tuple[str, bool]:
         for left in directory.glob(".*.partial"):  # of a run that was killed
-            shutil.rmtree(left, ignore_errors=True)
+            shutil.rmtree(left)
         if found := self._find(cartridge_id, document):
             return found, False
         version = self._registry.next_version(cartridge_id, directory.parent)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
@@ -24,14 +25,16 @@ def rows(address: str, recipe: Recipe, sources: Sequence[Source], settings: Sett
     """Yield what becomes of each document, in any order, as `Batch.add` does; `settings` name the library.
 
     Each GPU has a worker, or where there is none each core. What was under way on a machine that dies goes to others,
-    which leave what was published of it as it is. Raises `OSError` where the cluster cannot be reached, `SourceError` where no worker can
-    begin.
+    which leave what was published of it as it is. Raises `SourceError` where the cluster cannot be reached, or no worker begin.
     """
     import ray
     import ray.data
 
     ray.data.DataContext.get_current().enable_progress_bars = False
+    host, _, port = address.removeprefix("ray://").rpartition(":")
     try:
+        if port.isdecimal():  # Ray itself would try for minutes
+            socket.create_connection((host, int(port)), 30).close()
         with redirect_stdout(sys.stderr):  # where Ray tells of nodes that died
             ray.init(address=address, log_to_driver=False)
             has = ray.cluster_resources()
@@ -42,7 +45,7 @@ def rows(address: str, recipe: Recipe, sources: Sequence[Source], settings: Sett
                 num_gpus=int("GPU" in has),
             )
             yield from (Row(**row) for row in made.iter_rows())
-    except ray.exceptions.RayError as error:
+    except (ray.exceptions.RayError, OSError) as error:
         raise SourceError(f"Ray at {address}: {error}") from error
     finally:
         ray.shutdown()

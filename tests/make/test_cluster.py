@@ -100,11 +100,15 @@ def test_a_killed_node_loses_no_document_and_makes_none_twice(
             assert not all(asker.right(fact, name) for fact in other.facts), "the sheet does not matter"
 
 
-def test_ray_that_lacks_is_one_line(
+def test_ray_that_lacks_and_a_cluster_that_cannot_be_reached_are_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "a.txt").write_text("A document.")
-    monkeypatch.setitem(sys.modules, "ray", None)
     words = ["build", str(tmp_path / "a.txt"), "--model", MODEL, "--publish", str(tmp_path / "library")]
+    given = ["-W", "ignore", "-m", "lmcache_cartridge.cli.main", *words, "--ray", "127.0.0.1:1"]
+    refused = subprocess.run([sys.executable, *given], capture_output=True, text=True, timeout=300)
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert refused.stderr.splitlines()[-1] == "lmcache-cartridge: Ray at 127.0.0.1:1: [Errno 111] Connection refused"
+    monkeypatch.setitem(sys.modules, "ray", None)
     assert main([*words, "--ray", "auto"]) == 1
     assert "pip install 'lmcache-cartridge[ray]'" in capsys.readouterr().err
