@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from matrix import PARALLEL, TP
 from processor import noise
 from recall.ward import ask, encode
 from serving import SERVER_ARGS, Client, difference
@@ -24,7 +25,7 @@ from lmcache_cartridge.errors import UnsupportedEngine
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.serve.launch import plan
-from lmcache_cartridge.serve.processes import SMALL, ServerProcess
+from lmcache_cartridge.serve.processes import ServerProcess
 from lmcache_cartridge.settings import Settings, from_mapping
 
 CHUNK, NOISE = 256, noise(0.25)
@@ -92,10 +93,12 @@ class Served(NamedTuple):
 
 
 @contextmanager
-def serving(home: Path, wards: dict[str, Ward], mode: str, **settings: Any) -> Iterator[Served]:
+def serving(
+    home: Path, wards: dict[str, Ward], mode: str, options: tuple[str, ...] = (), **settings: Any
+) -> Iterator[Served]:
     """Serve a home, by a plugin that has no faults until a file names some."""
     given = from_mapping({"home": home, "contexts": True} | settings)
-    launch = plan(MODEL, given, vllm_args=[*SERVER_ARGS, "--api-key", *KEYS], mode=mode, l1_bytes=256 << 20)
+    launch = plan(MODEL, given, vllm_args=[*SERVER_ARGS, *options, "--api-key", *KEYS], mode=mode, l1_bytes=256 << 20)
     module = "lmcache_cartridge.engine.backend" if mode == "in-process" else "lmcache_cartridge.engine.l2"
     faulty = "faulty" if mode == "in-process" else "faulty_l2"
     launch = launch._replace(
@@ -103,9 +106,9 @@ def serving(home: Path, wards: dict[str, Ward], mode: str, **settings: Any) -> I
         lmcache=launch.lmcache and [word.replace(module, faulty) for word in launch.lmcache],
     )
     fault = home / "fault.json"
-    environment = SMALL | {
+    environment = PARALLEL | {
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]),
-        "FAULTY_FILE": str(fault), "VLLM_SERVER_DEV_MODE": "1",
+        "FAULTY_FILE": str(fault),
     }  # fmt: skip
     with ExitStack() as stack:
         server = stack.enter_context(ServerProcess(launch, home / "log", environment=environment))
@@ -364,7 +367,8 @@ def test_a_server_that_is_killed_lists_nothing_half_made_and_keeps_what_was_answ
         )
         thread.start()
         until(lambda: served.get("half").status_code == 200 and served.get("half").json()["done"] >= CHUNK)
-        os.killpg(served.pid, signal.SIGKILL)
+        for pid in reversed(_family(served.pid)):
+            os.kill(pid, signal.SIGKILL)
         thread.join()
         assert not reply and len(served.places()) == 2, "something was half made"
         served.fault.unlink()
@@ -377,6 +381,21 @@ def test_a_server_that_is_killed_lists_nothing_half_made_and_keeps_what_was_answ
         served.right("half", wards["second"])
         full = served.post(document=wards["third"].document.text)
         assert full.status_code == 507 and kept["id"] in full.text and made["id"] in full.text
+
+
+def test_two_ranks_hand_over_each_its_head(tmp_path: Path, wards: dict[str, Ward]) -> None:
+    with serving(tmp_path, wards, "in-process", TP) as served:
+        made = served.made(document=wards["first"].document.text)
+        assert len(load_manifest(served.root(made["id"])).payload.checksums[0]) == 2
+        served.right(made["id"], wards["first"])
+
+
+def _family(pid: int) -> list[int]:
+    """Return a process and all that it has started, and they have."""
+    found = [pid]
+    for each in found:
+        found += [int(child) for child in Path(f"/proc/{each}/task/{each}/children").read_text().split()]
+    return found
 
 
 def _quietly(call: Any) -> None:
