@@ -75,46 +75,44 @@ class Settings(BaseModel):
 
     home: Path = Field(default_factory=default_home)
     """Directory of the registry and of cartridges built here; by default `$LMCACHE_CARTRIDGE_HOME`, or
-    `lmcache-cartridge` under `$XDG_DATA_HOME` or `~/.local/share`."""
+    `lmcache-cartridge` under `$XDG_DATA_HOME` (`~/.local/share`)."""
     device_bytes: Bytes | None = None
-    """Budget of the device tier, in the accelerator's memory; 0 switches it off. By default 1 GiB, or a quarter of
-    what vLLM's own cache leaves free where that is less."""
+    """Budget of the device tier; 0 switches it off. By default 1 GiB, or a quarter of what vLLM leaves free where that is
+    less."""
     cpu_bytes: Bytes = 1 << 30
-    """Budget of the cpu tier, the host's memory, in each worker."""
+    """Budget of the cpu tier, in each worker."""
     disk_bytes: Bytes = 16 << 30
-    """Budget of the disk tier, for what was read from S3, of all processes with the same `disk_dir`; 0 switches it
-    off."""
+    """Budget of the disk tier, which all processes with the same `disk_dir` share; 0 switches it off."""
     disk_local: bool = False
-    """Whether the disk tier also copies artefacts that lie in directories, as on slow network storage."""
+    """Whether the disk tier also copies artefacts from directories, as of slow network storage."""
     disk_dir: Path | None = None
-    """Directory of the disk tier; by default `$LMCACHE_CARTRIDGE_CACHE`, or `lmcache-cartridge` under
-    `$XDG_CACHE_HOME` or `~/.cache`."""
+    """Directory of the disk tier; by default `$LMCACHE_CARTRIDGE_CACHE`, or `lmcache-cartridge` under `$XDG_CACHE_HOME`
+    (`~/.cache`)."""
     lookup_timeout_s: float = Field(default=0.0, ge=0, le=60)
     """How long the scheduler, and so every request, may wait in a lookup for chunks to be loaded."""
     lease_s: float = Field(default=300.0, gt=0)
-    """How long a chunk that a lookup found stays in memory where no request reads it."""
+    """How long a chunk that was found stays in memory where no request reads it."""
     load_threads: int = Field(default=4, ge=1, le=256)
     """Chunks read at once from directories; from S3 as many as `s3_connections`."""
     reload_s: float = Field(default=1.0, ge=0)
     """Time between two looks for changes of the registry or the `library`; 0 means never."""
     library: Annotated[str, AfterValidator(_published)] | None = None
-    """Published library to serve in place of the registry of `home`: `s3://bucket/prefix`, or an absolute directory
-    that machines share."""
+    """Published library to serve in place of the registry: `s3://bucket/prefix`, or an absolute directory."""
 
     unproven_versions: bool = Field(
         default_factory=lambda: os.environ.get(UNPROVEN_VARIABLE, "") not in ("", "0", "false")
     )
-    """Whether untried versions of vLLM and LMCache may run, which may answer wrongly without an error; by default
+    """Whether untried versions of vLLM and LMCache may run, which may answer wrongly; by default
     `$LMCACHE_CARTRIDGE_UNPROVEN_VERSIONS`."""
 
     accept_weights: bool = False
-    """Whether cartridges are served whose model differs from the engine's in its weights alone: another quantisation,
-    a fine-tune. What their canaries find is logged, and with `canary: required` refuses them."""
+    """Whether cartridges of a model with other weights are served: another quantisation, a fine-tune. With
+    `canary: required` those that answer otherwise are refused."""
 
     # S3. Credentials come from the environment, profiles and roles as for every AWS tool, never from here.
 
     s3_endpoint_url: Annotated[str, AfterValidator(_endpoint)] | None = None
-    """Server for `s3://` locations, `https://minio:9000`; by default `$AWS_ENDPOINT_URL_S3`, a profile's, or AWS."""
+    """Server for `s3://` locations; by default `$AWS_ENDPOINT_URL_S3`, a profile's, or AWS."""
     s3_region: str | None = None
     """Region; by default that of the environment or profile."""
     s3_connections: int = Field(default=16, ge=1, le=256)
@@ -122,7 +120,7 @@ class Settings(BaseModel):
     s3_part_bytes: Annotated[int, BeforeValidator(parse_bytes), Field(ge=1 << 16, le=1 << 30)] = 8 << 20
     """Size of one request to S3."""
     s3_timeout_s: float = Field(default=60.0, gt=0, le=3600)
-    """A read fails when it gets less than 64 KiB in this time, retries included."""
+    """A read fails that gets less than 64 KiB in this time, retries included."""
 
     # What requests may ask for; read by the API server.
 
@@ -131,11 +129,10 @@ class Settings(BaseModel):
     buckets: tuple[Annotated[str, AfterValidator(lambda bucket: parse(f"s3://{bucket}/x") and bucket)], ...] = ()
     """`bucket` or `bucket/prefix` under which requests may name artefacts by `s3://` location."""
     imported_bytes: Bytes = 16 << 30
-    """Budget, under `disk_dir`, of artefacts made of `.pt` files that requests name; 0 refuses such files. What was
-    not used for longest goes first."""
+    """Budget, under `disk_dir`, of what is made of `.pt` files that requests name; 0 refuses such files."""
     router: Literal["explicit", "label", "static", "composite"] = "explicit"
-    """Which cartridges a request gets that names none: none, the label's in its `label_field`, those of `static`,
-    or the chain in `composites` that its `label_field` names."""
+    """What a request gets that names no cartridge: nothing, the label in its `label_field`, that of `static`, or the
+    chain in `composites` that its `label_field` names."""
     label_field: str = "cartridge_label"
     """Request field that holds a label."""
     static: dict[str, str] = {}
@@ -147,36 +144,34 @@ class Settings(BaseModel):
     required: bool = False
     """Whether a request that generates without a cartridge, named or from the router, is refused with 400."""
     on_miss: Literal["error", "document"] = "error"
-    """What a request gets when its trained cartridge cannot be loaded: an error, or an answer from the document's own
-    text, where the cartridge carries it."""
+    """What a request gets whose trained cartridge cannot be loaded: an error, or an answer from the document's text,
+    where the cartridge carries it."""
     on_made_alone: Literal["notice", "error"] = "notice"
     """What a chain gets that has a trained cartridge made for fewer others: the header `X-Cartridges-Notice`, or 400."""
     ready_timeout_s: float = Field(default=30.0, gt=0)
     """How long a request waits until its cartridges are in memory."""
     retry_status: Literal[503, 425] = 503
-    """Status of an answer that says when to ask again; 425 behind a router that retries 503 itself."""
+    """Status that tells clients to ask again later; 425 behind a router that retries 503 itself."""
     drain_s: float = Field(default=0.0, ge=0, le=600)
-    """How long a server that was told to stop (SIGTERM) still takes requests, while `GET /health` says 503."""
+    """How long a server still takes requests after SIGTERM, while `GET /health` says 503."""
     canary: bool | Literal["required"] = True
     """Whether the engine must first answer each cartridge's own questions right. `required` refuses cartridges
     without."""
     plain_prompts: Literal["trusted", "all", "none"] = "trusted"
-    """Which prefill cartridges may answer prompts that begin with their text and name none: those whose canary this
-    engine has answered right, every sound one, or none."""
+    """Which prefill cartridges answer prompts that begin with their text and name none: those whose canary this engine
+    has answered right, every sound one, or none."""
     resident_names: int = Field(default=0, ge=0, le=1024)
     """How many cartridges in memory `/metrics` names, for routers. Each change is a new time series."""
     kv_events: bool = False
-    """Whether vLLM's KV events (`--kv-events-config`) also tell which cartridges are whole in memory and on the local
-    disk."""
+    """Whether vLLM's KV events also tell which cartridges are whole in memory and on the local disk."""
     salt_secret_file: Path | None = None
-    """File with a secret of 32 bytes or more, by which vLLM's block hashes of a cartridge agree on all servers of a
-    fleet; by default `$LMCACHE_CARTRIDGE_SALT_SECRET`, else each API server has its own. Who knows it and a digest
-    can read the KV of others' requests for that cartridge."""
+    """File with a secret of 32 bytes or more, by which block hashes of a cartridge agree on all servers; by default
+    `$LMCACHE_CARTRIDGE_SALT_SECRET`, else each API server has its own. Whoever knows it may read the KV of others'
+    requests."""
     contexts: bool = False
-    """Whether clients may have this server make cartridges of texts that they send, `POST /v1/cartridges`, in its own `home`.
-    LMCache has to save what vLLM computes (`--l1-bytes`)."""
+    """Whether clients may have cartridges made of texts that they send. LMCache has to save (`--l1-bytes`)."""
     contexts_bytes: Bytes = 16 << 30
-    """Budget of what clients had made, of all of them together."""
+    """Budget of what all clients together had made."""
     contexts_count: int = Field(default=1000, ge=1)
     """How many of those there may be."""
     contexts_ttl_s: float = Field(default=30 * 86400.0, gt=0)

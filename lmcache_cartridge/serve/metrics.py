@@ -65,7 +65,7 @@ RANK_NUMBERS = (
     Number("quarantined_cartridges", "gauge", "Cartridges whose bytes were wrong.", "quarantined"),
     Number("pinned_cartridges", "gauge", "Cartridges pinned into memory.", "pinned"),
     Number("waiting_claims", "gauge", "Cartridges claimed and not whole in memory yet.", "loading"),
-    Number("open_claims", "gauge", "Claims of requests, by which cartridges stay in memory.", "claims"),
+    Number("open_claims", "gauge", "Requests' claims, which keep cartridges in memory.", "claims"),
     Number("oldest_claim_seconds", "gauge", "Age of the oldest claim; far above the longest answer: a leak.", "oldest_claim_s"),
     Number("background_errors", "counter", "Errors of background threads, by process: take max, not sum."),
 )  # fmt: skip
@@ -80,9 +80,9 @@ RESIDENTS = Number(
 RESIDENT_LABELS = ("running_lora_adapters", "waiting_lora_adapters", "max_lora")
 """What llm-d's `lora-affinity-scorer` reads of the metric that `engineConfigs[].loraSpec` names (llm-d-router 0.10)."""
 SERVER_NUMBERS = (
-    Number("requests", "counter", "Requests that named cartridges: used, document (its text took their place), refused_STATUS, failed (in vLLM), abandoned (by the client)."),
-    Number("lost_prompts", "counter", "Used requests whose KV was lost after all: document (its text took its place) or error."),
-    Number("canaries", "counter", "Canaries asked: passed, accepted (other weights, with `accept_weights`), failed (set aside) or unfinished (asked again)."),
+    Number("requests", "counter", "Requests that named cartridges: used, document (text in their place), refused_STATUS, failed (in vLLM), abandoned (by the client)."),
+    Number("lost_prompts", "counter", "Used requests whose KV was lost after all: document (text in its place) or error."),
+    Number("canaries", "counter", "Canaries asked: passed, accepted (`accept_weights`), failed (set aside) or unfinished (asked again)."),
     Number("positions", "counter", "Prompt positions that cartridges with KV took in used requests."),
     Number("request_wait_seconds", "histogram", "Time a request waited for its cartridges to be loaded."),
     Number("waiting_requests", "gauge", "Requests that wait for their cartridges now."),
