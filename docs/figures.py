@@ -124,9 +124,15 @@ def _rows(keys: Sequence[str], rows: Mapping[tuple[str, ...], Row], more: Mappin
 
 
 def measured(figures: Iterable[Figure], beside: Sequence[str] = ("c",)) -> str:
-    """Return figures of all sheets together: a row for each case, and side by side what differs in `beside`."""
+    """Return figures of all sheets together: a row for each case, and side by side what differs in `beside`.
+
+    What all have in common stands before the table.
+    """
     figures = [one for one in figures if one.case.get("sheet", "all") == "all"]
     keys = [k for k in dict.fromkeys(key for one in figures for key in one.case) if k not in (*beside, "sheet")]
+    values = {key: {one.case.get(key) for one in figures} for key in keys}
+    same = _case({key: those.pop() for key, those in values.items() if len(those) == 1})
+    keys = [key for key in keys if values[key]]
     rows: dict[tuple[str, ...], Row] = {}
     for one in figures:
         parts = [f"{one.what}{',' * bool(one.unit)} {SCALE.get(one.unit, (1, one.unit))[1].strip()}".rstrip()]
@@ -135,7 +141,7 @@ def measured(figures: Iterable[Figure], beside: Sequence[str] = ("c",)) -> str:
         ]
         row, title = rows.setdefault(tuple(_shown(one.case.get(key, "")) for key in keys), {}), ", ".join(parts)
         row.setdefault(title, one)
-    return _rows(keys, rows)
+    return (f"{same}:\n\n" if same else "") + _rows(keys, rows)
 
 
 def _shown(value: str | int | float) -> str:
@@ -211,7 +217,7 @@ def families(result: Result) -> str:
             notes = told.setdefault(str(one.case["model"]), {})
             if one.case["sound"] != "yes" or "note" in one.case:
                 why = textwrap.shorten(
-                    str(one.case.get("note", "not the answers of the prompt")), 100, placeholder=" ..."
+                    str(one.case.get("note", "not the answers of the prompt")), 80, placeholder=" ..."
                 )
                 notes[why] = f"{notes[why]}, {one.case['mode']}" if why in notes else str(one.case["mode"])
     sound = [name for name, notes in told.items() if not notes]

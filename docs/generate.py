@@ -109,7 +109,7 @@ def metrics() -> str:
 
 def versions() -> str:
     """Return what was done with which versions."""
-    levels = figures.table(("", "what it means"), [(f"**{name}**", text) for name, text in LEVELS.items()])
+    levels = "\n".join(f"- **{name}**: {text}" for name, text in LEVELS.items())
     return f"{figures.table(('vLLM', 'LMCache', ''), MATRIX)}\n\n{levels}"
 
 

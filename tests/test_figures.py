@@ -180,6 +180,18 @@ def test_what_was_measured_on_the_same_is_said_once(results: Any) -> None:
     assert [("; beside other work;" in line) for line in (one, other)].count(True) == 1
 
 
+def test_what_all_cases_have_in_common_stands_before_the_table() -> None:
+    some = [report.Figure.of([s], "request", "s", asked=name, servers=8) for name, s in (("score", 1.0), ("pick", 2.0))]
+    assert figures.measured(some).splitlines() == [
+        "servers = 8:",
+        "",
+        "| asked | request, ms |",
+        "| --- | --- |",
+        "| score | 1,000 |",
+        "| pick | 2,000 |",
+    ]
+
+
 def test_a_result_of_the_smallest_form_is_in_no_page(results: Any) -> None:
     path, _, read = results
     path.write_text(json.dumps(json.loads(path.read_text()) | {"form": "smoke"}))
@@ -206,4 +218,4 @@ def test_of_model_families_the_sound_are_named_and_of_others_it_is_said_why(resu
     said = figures.section(read(), "models")
     assert "in every mode: llama. Nats off at most: cartridge 7e-05." in said
     assert "- mamba, rwkv: all: refused: no KV\n- odd: in-process: not the answers of the prompt" in said
-    assert re.search(r"\n- gpt: in-process, multiprocess: no chains: (long ){10,20}\.\.\.$", said)
+    assert re.search(r"\n- gpt: in-process, multiprocess: no chains: (long ){10,14}\.\.\.$", said)
