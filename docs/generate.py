@@ -79,7 +79,7 @@ def _default(name: str, field: Any) -> str:
     if name.endswith("_bytes"):
         unit, shift = next((u, s) for u, s in (("GiB", 30), ("MiB", 20), ("B", 0)) if value >> s)
         return f"`{value >> shift}{unit}`"
-    shown = str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else value
+    shown = str(value).lower() if isinstance(value, bool) else f"{value:.9g}" if isinstance(value, float) else value
     choices = [] if field.annotation is bool else re.findall(r"`(\w+)`", _type(field.annotation))
     return " or ".join(f"`{choice}`" for choice in dict.fromkeys([str(shown), *choices]))
 
