@@ -118,7 +118,7 @@ class Batch:
             shutil.rmtree(root)
         return name, True
 
-    def _make(self, document: Document, root: Path, **how: Any) -> Manifest:
+    def _make(self, document: Any, root: Path, **how: Any) -> Manifest:
         recipe = self._recipe
         how |= {"chunk_tokens": recipe.chunk_size, "encoding": recipe.payload}
         if recipe.compact is None:

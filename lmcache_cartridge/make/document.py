@@ -28,13 +28,23 @@ class Document(NamedTuple):
     chat: Chat | None = None
     """How servers go on with it, where the ids are a chat template's."""
 
+    @property
+    def name(self) -> str:
+        """The file's."""
+        return self.path.name
 
-def read_document(model: CausalModel, path: Path, raw: bytes | None = None, *, must_fit: bool = True) -> Document:
-    """Return the document in a file, or in the bytes `raw` where they come from elsewhere and `path` names them.
+
+def read_document(
+    model: CausalModel, path: Path | Document, raw: bytes | None = None, *, must_fit: bool = True
+) -> Document:
+    """Return the document in a file, or in the bytes `raw` where they come from elsewhere and `path` names them. One that was
+    read is returned as it is.
 
     Raises `ArtifactError` for one that is no UTF-8 text, is empty, or has no tokens; with `must_fit` also where the
     model's context has no room for it and a question.
     """
+    if isinstance(path, Document):
+        return path
     digest, text = read_text(path, raw)
     ids = model.encode(text, special=True)
     if not ids:

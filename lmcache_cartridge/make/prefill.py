@@ -39,7 +39,7 @@ def build(
     the top token at its end is the same; `ArtifactError` for a document that is no text or empty, or longer than the
     model's context. Registers nothing.
     """
-    read = document if isinstance(document, Document) else read_document(model, document)
+    read = read_document(model, document)
 
     def checked(kv: torch.Tensor) -> Provenance:
         result = passed_canary(model, read.ids, kv, canary, cartridge_id, read.chat)

@@ -15,7 +15,7 @@ from ...artifact import reading
 from ...artifact.manifest import Compaction, Manifest, Measured, Origin
 from ...errors import ArtifactError
 from .. import gate
-from ..document import Document, read_document
+from ..document import read_document
 from ..model import CausalModel
 from ..payload import as_served, read_checked, rounded
 from ..progress import Progress, silent
@@ -164,7 +164,7 @@ def _read_again(
 
 def build_compact(
     model: CausalModel,
-    document: Path | Document,
+    document: Path,
     root: Path,
     wanted: Callable[[int], Wanted],
     *,
@@ -175,12 +175,12 @@ def build_compact(
     say: Say = silence,
     progress: Progress = silent,
 ) -> Manifest:
-    """Compact `document`, a text file or what was read of one, into an artefact at `root` and return its manifest. Registers nothing.
+    """Compact the text file `document` into an artefact at `root` and return its manifest. Registers nothing.
 
     `wanted` is called with the document's length in tokens. Raises what `compact` does, and leaves
     nothing behind then.
     """
-    read = document if isinstance(document, Document) else read_document(model, document)
+    read = read_document(model, document)
     asked = wanted(len(read.ids))
     check_positions(asked.positions, len(read.ids))
     start = time.monotonic()
@@ -190,7 +190,7 @@ def build_compact(
         seconds=time.monotonic() - start,
     )  # fmt: skip
     provenance = model.provenance(
-        "build", document=read.path.name, document_blake3=read.blake3, compaction=made.about
+        "build", document=document.name, document_blake3=read.blake3, compaction=made.about
     )  # fmt: skip
     return write_trained(
         model, made.kv, root, provenance, cartridge_id=cartridge_id, version=version, chunk_tokens=chunk_tokens,
