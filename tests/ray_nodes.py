@@ -9,6 +9,8 @@ import os
 import sys
 
 os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "1"}
+# On a slow machine a node may take long to answer, and a worker to begin; one that was killed refuses connections at once.
+os.environ |= {"RAY_health_check_timeout_ms": "120000", "RAY_worker_register_timeout_seconds": "600"}
 
 from ray.cluster_utils import Cluster  # noqa: E402
 
