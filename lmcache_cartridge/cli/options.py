@@ -145,7 +145,9 @@ def check(given: Mapping[str, Any], *rules: str) -> None:
 
     def there(text: str) -> list[bool]:
         names = [name.replace("-", "_") for name in re.findall(r"--([\w-]+)", text)]
-        return [given.get(name, given.get(f"{name}_")) not in (None, False, "", [], "plain") for name in names]
+        values = [given.get(name, given.get(f"{name}_")) for name in names]
+        unsaid = {"payload": "plain"}
+        return [value not in (None, False, "", [], unsaid.get(n)) for n, value in zip(names, values, strict=True)]
 
     for rule in rules:
         first, *rest = map(there, re.split(" needs? | excludes? ", rule.partition(";")[0]))

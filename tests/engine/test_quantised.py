@@ -197,7 +197,7 @@ def test_another_scale_has_another_name_in_the_keys_and_travels_in_the_report() 
     ]
     assert len({each.digest for each in found}) == 3
     assert found[0] == found[3]
-    report = Report("m", MODEL, CHUNK, 2, "vec/32", 0, 1, True, quantiser=found[0])
+    report = Report("m", MODEL, 2, True, CHUNK, "vec/32", quantiser=found[0])
     sent = msgspec.msgpack.encode(msgspec.to_builtins(report, builtin_types=(bytes,)))
     assert msgspec.msgpack.decode(sent, type=Report) == report
 
