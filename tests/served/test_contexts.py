@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from matrix import PARALLEL, TP
+from cells import TP
+from matrix import PARALLEL
 from processor import noise
 from recall.ward import ask, encode
 from serving import SERVER_ARGS, Client, difference
