@@ -61,17 +61,27 @@ def questions(model: CausalModel, canary: str, chat: Chat | None) -> list[list[i
 def passed_canary(
     model: CausalModel, ids: list[int], kv: torch.Tensor, question: str, cartridge_id: str, chat: Chat | None = None
 ) -> Canary:
-    """Compare the logits of `question` after canonical KV with those after the tokens `ids` themselves.
-
-    In a `chat` the question is a user's message. Raises `CanaryFailed` where the top token at the question's end is another.
-    """
-    asked = question_ids(model, question, chat)
-    after_kv, plain = model.logits_after(kv, asked), model.logits(ids + asked, len(asked))
-    difference = float((after_kv - plain).abs().max())
-    if after_kv[-1].argmax() != plain[-1].argmax():
+    """Return what `run_canary` does. Raises `CanaryFailed` where the top token at the question's end is another."""
+    result = run_canary(model, ids, kv, question, chat)
+    if not result.top1_equal:
         raise CanaryFailed(
             f"cartridge {cartridge_id}: after the stored KV the model's next token differs from the one after the "
-            f"document itself (largest logit difference {difference:.3g}). If two tokens are "
+            f"document itself (largest logit difference {result.max_abs_logit_difference:.3g}). If two tokens are "
             "nearly tied, try another --canary text or --dtype float32; nothing was registered"
         )
-    return Canary(question, True, difference)
+    return result
+
+
+def run_canary(model: CausalModel, ids: list[int], kv: torch.Tensor, question: str, chat: Chat | None = None) -> Canary:
+    """Compare the logits of `question` after canonical KV with those after the tokens `ids` themselves.
+
+    In a `chat` the question is a user's message.
+    """
+    asked = question_ids(model, question, chat)
+    after_kv = model.logits_after(kv, asked)
+    plain = model.logits(ids + asked, len(asked))
+    return Canary(
+        question=question,
+        top1_equal=bool(after_kv[-1].argmax() == plain[-1].argmax()),
+        max_abs_logit_difference=float((after_kv - plain).abs().max()),
+    )

@@ -98,7 +98,7 @@ def serving(
     home: Path, wards: dict[str, Ward], mode: str, options: tuple[str, ...] = (), **settings: Any
 ) -> Iterator[Served]:
     """Serve a home, by a plugin that has no faults until a file names some."""
-    given = from_mapping({"home": home, "contexts": True} | settings)
+    given = from_mapping({"home": home, "contexts": True, "ready_timeout_s": 600} | settings)
     launch = plan(MODEL, given, vllm_args=[*SERVER_ARGS, *options, "--api-key", *KEYS], mode=mode, l1_bytes=256 << 20)
     module = "lmcache_cartridge.engine.backend" if mode == "in-process" else "lmcache_cartridge.engine.l2"
     faulty = "faulty" if mode == "in-process" else "faulty_l2"
