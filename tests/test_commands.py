@@ -32,6 +32,7 @@ ELSEWHERE = {"quickstart.md"}
 """Typed from top to bottom by `test_quickstart`."""
 
 BY_OTHERS = {
+    'curl http://localhost:8000/v1/cartridges -H \'Content-Type: application/json\' -d \'{"id": "handbook", "document": "Annual leave is 25 days. ...", "ttl": 86400, "labels": ["policy"]}\'': "served/test_contexts.py",
     "lmcache-cartridge train --model ./llama --document handbook.txt --id handbook --compress 4x "
     "--questions questions.jsonl --no-promote": "make/test_train.py",
     "lmcache-cartridge build ./documents --model ./llama": "make/test_corpus.py",
