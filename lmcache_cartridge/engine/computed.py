@@ -34,7 +34,13 @@ async def answer(
     engine: Any, ids: list[int], salt: str, transfer: dict[str, Any], tokens: int = 1, logprobs: int | None = None,
     adapter: Any = None,
 ) -> Any:  # fmt: skip
-    """Return the engine's greedy output behind some tokens, as an `adapter` computes it. Raises `UnsupportedEngine` where it has none."""
+    """Return the engine's greedy output behind some tokens, as an `adapter` computes it, with so many `logprobs` or all it gives.
+
+    Raises `UnsupportedEngine` where it has none.
+    """
+    most = engine.vllm_config.model_config.max_logprobs  # -1: any number
+    if logprobs and most >= 0:
+        logprobs = min(logprobs, most)
     params = SamplingParams(
         temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=logprobs,
         output_kind=RequestOutputKind.FINAL_ONLY, extra_args={"kv_transfer_params": transfer},
@@ -80,12 +86,13 @@ async def heads(
 
 async def canary(engine: Any, ids: list[int], salt: str, dtype: str) -> ServedCanary:
     """Return what the engine answers behind tokens that it has just computed, and that vLLM may still have under a salt."""
-    asked, most = [], engine.vllm_config.model_config.max_logprobs
+    asked = []
     for share in _PLACES:
         start = max(0, int(share * (len(ids) - QUESTION)))
         question = ids[start : start + QUESTION]
-        prompt, transfer = [*ids, *question], {TAG: COMPUTED, SKIP_SAVE: True}
-        output = await answer(engine, prompt, salt, transfer, ANSWER, most if 0 <= most < _TOP else _TOP)
+        output = await answer(
+            engine, [*ids, *question], salt, {TAG: COMPUTED, SKIP_SAVE: True}, ANSWER, _TOP
+        )  # fmt: skip
         found = output.outputs[0].logprobs
         logprobs = tuple(tuple(each.logprob for each in place.values()) for place in found)
         asked.append(Asked(tuple(question), Expected(tuple(map(tuple, found)), logprobs, _NOISE[dtype])))

@@ -287,9 +287,8 @@ class Canaries:
                     TAG: trial.tag, GRANT: {"must_inject": whole, "adapter": adapter_name(adapter)}, SKIP_SAVE: True,
                 }  # fmt: skip
                 output = await answer(
-                    self._engine, [*ids, *asked.question], salt, transfer, len(asked.answer.tokens),
-                    _TOP if model.max_logprobs < 0 else min(_TOP, model.max_logprobs), adapter,
-                )  # fmt: skip
+                    self._engine, [*ids, *asked.question], salt, transfer, len(asked.answer.tokens), _TOP, adapter
+                )
                 found = _compare(asked.expected(in_fp8=_in_fp8(config)), output, whole, model.logprobs_mode)
                 logger.info("%s%s: %s", trial.manifest.name, " behind itself" if trial.is_behind else "", found)
                 if not found.passed:

@@ -60,6 +60,11 @@ class Context(NamedTuple):
     """Why it was not made."""
 
     @property
+    def is_own(self) -> bool:
+        """Whether the current request's tenant may know of it."""
+        return self.tenant in current().tenants
+
+    @property
     def shown(self) -> dict[str, Any]:
         """What a client hears of it."""
         about = {name: value for name, value in self._asdict().items() if name not in ("tenant", "key")}
@@ -88,12 +93,12 @@ class Contexts:
 
     def own(self, ids: list[str]) -> dict[str, Context]:
         """Return what of those the current request's tenant may know of."""
-        return {name: found for name, found in self.of(ids).items() if found.tenant in current().tenants}
+        return {name: found for name, found in self.of(ids).items() if found.is_own}
 
     def seen(self, rows: list[RegistryEntry]) -> list[RegistryEntry]:
         """Return what of registered cartridges the current request's tenant may know of."""
-        found, own = (ask([row.id for row in rows]) for ask in (self.of, self.own))
-        return [row for row in rows if row.id in own or row.id not in found]
+        found = self.of([row.id for row in rows])
+        return [row for row in rows if row.id not in found or found[row.id].is_own]
 
     def run(self, statement: str, *values: object) -> list[tuple[Any, ...]]:
         """Run one SQL statement and return the rows that it selects. Raises `RegistryError`."""

@@ -32,13 +32,13 @@ def ask_canary(manifest: Manifest, server: Server, progress: Progress = silent) 
     Those behind itself only where two copies are whole chunks: no request can name less than whole cartridges.
     A request that the server refuses is a row that did not pass. Raises `CartridgeError` for a cartridge without one.
     """
-    if manifest.canary is None:
+    if (canary := manifest.canary) is None:
         raise CartridgeError(
             f"{manifest.name} has no canary, so nothing is known to ask; make it again with this release to have one"
         )
-    asked = [("alone", 1, each) for each in manifest.canary.after]
-    if manifest.canary.behind_positions is None:  # else the server would compute the rest of the second copy
-        asked += [("behind itself", 2, each) for each in manifest.canary.behind]
+    asked = [("alone", 1, each) for each in canary.after]
+    if canary.behind_positions is None:  # else the server would compute the rest of the second copy
+        asked += [("behind itself", 2, each) for each in canary.behind]
     rows = []
     for place, times, each in asked:
         rows.append(_ask(server, place, [manifest.name] * times, each))
@@ -47,8 +47,9 @@ def ask_canary(manifest: Manifest, server: Server, progress: Progress = silent) 
 
 
 def _ask(server: Server, place: str, names: list[str], asked: Asked) -> Row:
-    expected = asked.expected(in_fp8=server.caches_in_fp8())
+    expected = asked.answer
     try:
+        expected = asked.expected(in_fp8=server.caches_in_fp8())
         reply = server.ask(asked.question, names, tokens=len(expected.tokens))
         refused = reply.status != 200 and f"answered {reply.status}: {reply.message}"
     except SourceError as error:
@@ -57,5 +58,6 @@ def _ask(server: Server, place: str, names: list[str], asked: Asked) -> Row:
         return Row(place, 0, 0, None, expected.bound, False, refused)
     found = compare(expected, reply.tokens, reply.top)
     problem = None if reply.cached else "the server computed the document instead"
-    passed = found.passed and problem is None
-    return Row(place, found.positions, reply.cached, round(found.difference, 4), found.bound, passed, problem)
+    return Row(
+        place, found.positions, reply.cached, round(found.difference, 4), found.bound, found.passed and not problem, problem
+    )  # fmt: skip

@@ -11,11 +11,7 @@ import msgspec
 import pytest
 from adapters import write_adapter
 from processor import noise
-from serving import (
-    Reply,
-    build_sheet,
-    difference,
-)
+from serving import Reply, build_sheet, difference
 
 from lmcache_cartridge.artifact.reading import MANIFEST
 from lmcache_cartridge.cli.recall import MODEL_DIR, SHEETS_DIR
