@@ -194,6 +194,15 @@ _FIELDS = _NEARLY_RIGHT | st.fixed_dictionaries(
 class ApiTests:
     """In each way LMCache runs: a subclass and a `mode` for each."""
 
+    def test_the_same_kv_under_other_identity_tokens_is_another_cartridge(self, served: Served) -> None:
+        """As two tools make it that take other ids for ordinary ones."""
+        ward = served.wards["c"]
+        register(served.model, served.settings, ward.ids, name="c-again", kind="trained", unusual=1)
+        try:
+            assert not _wrong(served, [(name, fact) for fact in ward.facts[:6] for name in ("c", "c-again")])
+        finally:
+            Registry(served.settings.registry_path).remove("c-again@1")
+
     @pytest.mark.parametrize("name", KINDS)
     def test_completions_and_chat_answer_from_the_cartridge_and_count_it(self, served: Served, name: str) -> None:
         ward = served.wards[name]

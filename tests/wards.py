@@ -92,14 +92,17 @@ def save(
     kind: str = "prefill",
     document_ids: Sequence[int] | None = None,
     chunk_tokens: int = 256,
+    unusual: int = 0,
     **fingerprint: Any,
 ) -> Manifest:
-    """Write the KV of `ids` as an artefact, a trained one under identity tokens; `fingerprint` changes its model."""
+    """Write the KV of `ids` as an artefact, a trained one under identity tokens, which are none of the first `unusual` ordinary
+    ids; `fingerprint` changes its model.
+    """
     trained = kind == "trained"
     writer = ArtifactWriter(
         root, cartridge_id=name, version=version, kind=kind, chunk_tokens=chunk_tokens,
         fingerprint=msgspec.structs.replace(model.fingerprint, **fingerprint),
-        token_ids=Identity(len(ids), model.ordinary_ids()) if trained else np.array(ids),
+        token_ids=Identity(len(ids), model.ordinary_ids()[unusual:]) if trained else np.array(ids),
         document_ids=None if document_ids is None else np.array(document_ids),
     )  # fmt: skip
     with writer:

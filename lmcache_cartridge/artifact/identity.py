@@ -16,14 +16,14 @@ _POOL = 1024
 
 
 class Identity(NamedTuple):
-    """How a trained cartridge of `positions` positions gets its ids, once its digest is known."""
+    """How a trained cartridge of `positions` positions gets its ids, once all else of it is known."""
 
     positions: int
     ordinary_ids: np.ndarray
     """Ids that mean nothing to a server: no special, added, reasoning or tool tokens, no multimodal placeholders."""
 
     def tokens(self, digest: str) -> np.ndarray:
-        """Return `positions` ids, uint32, drawn from blake3 of the digest; the same for the same digest and vocabulary.
+        """Return `positions` ids, uint32, drawn from blake3 of `digest`, that of all else; the same for the same vocabulary.
 
         The ids are no secret and no key: a cartridge is served under its tag only. Raises `UnsupportedModel` for a
         vocabulary with too few ordinary ids to tell cartridges apart.

@@ -14,7 +14,7 @@ from .canary import ServedCanary, TokenId
 from .chat import Chat
 from .model import DTYPE_BYTES, Count, Fingerprint
 
-FORMAT = "2.0"
+FORMAT = "3.0"
 """Format of artefacts written here. A reader accepts its own major version and refuses others."""
 MAX_MANIFEST_BYTES = 64 << 20
 MAX_TOKENS = 1 << 24
@@ -329,7 +329,7 @@ def _problems(manifest: Manifest) -> Iterator[str]:
 def content_digest(manifest: Manifest) -> str:
     """Return the blake3 that `Manifest.digest` must be.
 
-    A trained cartridge's token ids are derived from its digest, so its ids are no part of it.
+    A trained cartridge's token ids are drawn from what it is without any: see `Identity`.
     """
     payload = manifest.payload
     content = (
@@ -338,7 +338,7 @@ def content_digest(manifest: Manifest) -> str:
         manifest.fingerprint,
         manifest.positions,
         payload and (payload.chunk_tokens, payload.checksums, payload.encoding),
-        None if manifest.kind == "trained" else manifest.tokens.blake3,
+        manifest.tokens.blake3,
         manifest.document and manifest.document.blake3,
         manifest.chat,
     )

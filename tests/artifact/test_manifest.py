@@ -117,16 +117,16 @@ def test_the_first_manifests_of_a_process_may_be_read_by_many_threads_at_once(
         subprocess.run([sys.executable, "-c", AT_ONCE, tmp_path / "manifest.json"], check=True, timeout=60)
 
 
-@pytest.mark.parametrize("version", ["1.0", "3.0", "20.0", "", "x"])
+@pytest.mark.parametrize("version", ["1.0", "2.0", "30.0", "", "x"])
 def test_an_unknown_major_format_is_refused_with_the_one_this_release_reads(manifest: Manifest, version: str) -> None:
-    with pytest.raises(ManifestError, match=r"this release reads 2\.0: an older one is made anew"):
+    with pytest.raises(ManifestError, match=r"this release reads 3\.0: an older one is made anew"):
         decode(_edited(manifest, format=version), "here")
     with pytest.raises(ManifestError, match=r"/mnt/x: .*format 1\.x"):  # whatever else it has
         decode(b'{"format": "1.0", "everything": "else"}', "/mnt/x")
 
 
 def test_a_newer_minor_format_is_read(manifest: Manifest) -> None:
-    assert decode(_edited(manifest, format="2.9"), "here").digest == manifest.digest
+    assert decode(_edited(manifest, format="3.9"), "here").digest == manifest.digest
 
 
 @pytest.mark.parametrize(
@@ -166,10 +166,11 @@ def test_id_version_and_provenance_are_not_part_of_the_digest(manifest: Manifest
     assert renamed.digest == manifest.digest
 
 
-def test_the_token_ids_of_a_trained_cartridge_are_not_part_of_its_digest(manifest: Manifest) -> None:
+def test_the_token_ids_of_a_trained_cartridge_are_part_of_its_digest(manifest: Manifest) -> None:
+    """What was drawn from other ordinary ids is another cartridge: engines know one list of ids for each digest."""
     trained = msgspec.structs.replace(manifest, kind="trained")
     others = msgspec.structs.replace(trained, tokens=msgspec.structs.replace(trained.tokens, blake3="00" * 32))
-    assert content_digest(trained) == content_digest(others) != content_digest(manifest)
+    assert len({content_digest(each) for each in (trained, others, manifest)}) == 3
 
 
 _SIZES = [
