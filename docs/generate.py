@@ -21,6 +21,7 @@ sys.path += [str(HERE), str(HERE.parent / "tests"), str(HERE.parent / "tests" / 
 
 import cells  # noqa: E402
 import figures  # noqa: E402
+import picture  # noqa: E402
 import sizes as sizes_of_models  # noqa: E402
 
 PART = re.compile(r"(<!-- made by docs/generate.py: (\w+) -->\n).*?(<!-- end -->)", re.S)
@@ -154,13 +155,25 @@ def measured() -> str:
     return "\n\n".join([*sections, "Measured on:", figures.about(found)])
 
 
+WAYS = ("dense", "prefix", "warm")
+"""What README shows of `ttft`."""
+
+
 def saves() -> str:
-    """Return README's few figures: what stands beside what, of one run."""
+    """Return README's few figures: what stands beside what, of one run, with their picture."""
     results = figures.Results()
     found = results.of("ttft")[:1]
     if not found:
         return results.again("ttft")
-    return f"{figures.compared(found[0], figures.PEERS['ttft'], ('dense', 'prefix', 'warm'))}\n\n{figures.about(found)}"
+    table = figures.compared(found[0], figures.PEERS["ttft"], WAYS)
+    by = f"Measured by `{found[0].command}`:\n\n{figures.about(found)}"
+    return f"{table}\n\n![First token](docs/{PICTURE.name})\n\n{by}"
+
+
+def pictured() -> str:
+    """Return the picture of README's few figures."""
+    found = figures.Results().of("ttft")[:1]
+    return picture.drawn(found[0] if found else None, "first token", "way", WAYS)
 
 
 PARTS: dict[str, Callable[[], str]] = {
@@ -173,10 +186,9 @@ PARTS: dict[str, Callable[[], str]] = {
     "figures": measured,
     "saves": saves,
 }
+README, PICTURE = HERE.parent / "README.md", HERE / "saves.svg"
 PAGES = {
-    path.name: path
-    for path in (HERE.parent / "README.md", *sorted(HERE.glob("*.md")))
-    if PART.search(path.read_text(encoding="utf-8"))
+    path.name: path for path in (README, *sorted(HERE.glob("*.md"))) if PART.search(path.read_text(encoding="utf-8"))
 }
 """The pages that have such parts, by name."""
 
@@ -188,8 +200,7 @@ def made(name: str) -> str:
 
 
 if __name__ == "__main__":
-    for page, path in PAGES.items():
-        text = made(page)
-        if text != path.read_text(encoding="utf-8"):
+    for path, text in [*((path, made(page)) for page, path in PAGES.items()), (PICTURE, pictured())]:
+        if not path.exists() or text != path.read_text(encoding="utf-8"):
             path.write_text(text, encoding="utf-8")
             print(f"wrote {path}", file=sys.stderr)

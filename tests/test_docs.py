@@ -21,6 +21,12 @@ def test_a_page_is_as_the_code_has_it(page: str) -> None:
     assert made(page) == PAGES[page].read_text(encoding="utf-8"), "stale; `make docs` writes it anew"
 
 
+def test_the_picture_is_as_the_result_has_it() -> None:
+    drawn, picture = GENERATE["pictured"](), GENERATE["PICTURE"]
+    assert drawn == picture.read_text(encoding="utf-8"), "stale; `make docs` draws it anew"
+    assert ("<circle" in drawn) == ("![First token](docs/saves.svg)" in README)
+
+
 def test_each_part_that_the_code_makes_stands_on_one_page() -> None:
     parts = [part[2] for path in PAGES.values() for part in GENERATE["PART"].finditer(path.read_text(encoding="utf-8"))]
     assert sorted(parts) == sorted(GENERATE["PARTS"])

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import sys
+import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ sys.path.append(str(ROOT / "docs"))
 
 import figures  # noqa: E402
 import generate  # noqa: E402
+import picture  # noqa: E402
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 _NUMBER = r"(?<![\w.`-])\d[\d.,]*"
@@ -219,3 +221,24 @@ def test_of_model_families_the_sound_are_named_and_of_others_it_is_said_why(resu
     assert "in every mode: llama. Nats off at most: cartridge 7e-05." in said
     assert "- mamba, rwkv: all: refused: no KV\n- odd: in-process: not the answers of the prompt" in said
     assert re.search(r"\n- gpt: in-process, multiprocess: no chains: (long ){10,14}\.\.\.$", said)
+
+
+def test_a_picture_has_a_dot_for_each_figure_where_its_value_is(results: Any) -> None:
+    _, _, read = results
+    svg = ET.fromstring(picture.drawn(read().of("ttft")[0], "first token", "way", ("dense", "prefix", "warm")))
+    words = [text.text for text in svg.findall("{*}text")]
+    assert {"p = 1,024, c = 1", "p = 1,024, c = 16", "100 ms", "1,000 ms", "10,000 ms"} <= set(words)
+    assert [words.count(f"{ms} ms") for ms in ("3,000", "500", "700")] == [2, 2, 2]
+    across = {text.text: float(text.attrib["x"]) for text in svg.findall("{*}text")}
+    decade = across["10,000 ms"] - across["1,000 ms"]
+    dots = {
+        (dot.attrib["fill"], float(dot.attrib["cx"])) for dot in svg.findall("{*}circle") if dot.attrib["cy"] != "24"
+    }
+    at = {colour: (x - across["1,000 ms"]) / decade for colour, x in dots}
+    assert len(dots) == 3
+    assert [at[colour] for colour in picture.COLOURS] == pytest.approx([0.477, -0.301, -0.155], abs=0.001)
+
+
+def test_a_picture_of_nothing_has_no_dot() -> None:
+    drawn = picture.drawn(None, "first token", "way", ("dense", "prefix", "warm"))
+    assert "<circle" not in drawn and "To be measured again" in drawn
