@@ -37,11 +37,16 @@ BENCHMARKS := replacement scale inject retrieval fleet saving cold_fetch ttft
 bench: $(READY)
 	set -e; for name in $(BENCHMARKS); do $(BIN)/python benchmarks/$$name.py $(BENCH_ARGS); done
 
-# The tables in README and docs, figures among them; test_docs says when they are stale.
+# The tables in README and docs, figures among them; test_docs says when they are stale. Then the site, build/site/index.html:
+# `python -m http.server -d build/site` serves it.
+SITE := $(BIN)/python -m sphinx -q -W --keep-going -c docs -d build/doctrees . build/site
 docs: $(READY)
 	$(BIN)/python docs/generate.py
+	$(SITE)
+	cp build/site/README.html build/site/index.html
 
 lint: $(READY)
+	$(SITE)
 	$(BIN)/ruff format --check --line-length 120 lmcache_cartridge tests benchmarks docs
 	$(BIN)/ruff check --line-length 120 --select E,F,I,UP,B,SIM,RET,C4,PIE,PTH --ignore E501,SIM905 lmcache_cartridge tests benchmarks docs
 	$(BIN)/mypy
@@ -57,4 +62,4 @@ $(READY): $(LOCKS) setup.cfg pyproject.toml
 	touch $@
 
 clean:
-	rm -rf .venv .venv312 .venvnext
+	rm -rf .venv .venv312 .venvnext build
