@@ -130,7 +130,7 @@ def build(
                "package", metavar="ADDRESS"),
     ] = None,
 ) -> None:  # fmt: skip
-    """Make cartridges of documents' KV, whole or compacted, or of a registered cartridge; check them, and register them."""
+    """Make cartridges of documents, check and register them. Whole or compacted; or of a registered cartridge."""
     from ..artifact.manifest import check_id
 
     options: dict[str, Any] = {"dtype": dtype, "device": device, "lora": lora, "max_model_len": max_model_len}
@@ -352,7 +352,7 @@ def import_(
     max_model_len: MaxModelLen = None,
     no_promote: NoPromote = False,
 ) -> None:  # fmt: skip
-    """Register a cartridge where it lies, or make one of KV that PEFT, HazyResearch's code or others trained or saved."""
+    """Make a cartridge of what others trained or saved. One that is a cartridge already is registered where it lies."""
     registry = registry_of()
     if is_remote(path) or (Path(path) / "manifest.json").is_file():
         manifest = registry.register(root_of(path), path if is_remote(path) else None, promote=not no_promote)
@@ -395,7 +395,7 @@ def export(
     to: Annotated[Literal["peft", "hazy"], option("what to write")],
     output: Annotated[Path, option("directory to make; must be new or empty")],
 ) -> None:
-    """Write a cartridge's KV as a PEFT adapter or a HazyResearch checkpoint."""
+    """Write a cartridge as an adapter of PEFT or a .pt. The second is HazyResearch's form."""
     _, root = stored(name)
     from ..make.foreign.export import export
 

@@ -74,7 +74,7 @@ def bench(
     vllm: Vllm = "",
     chunk_size: ServedChunk = 256,
 ) -> int:  # fmt: skip
-    """Measure a vLLM server by `vllm bench serve`: time to first token, per output token and between tokens, with every
+    """Measure a vLLM server by `vllm bench serve`. Time to first token, per output token and between tokens, with every
     token computed, with its own prefix cache, and with cartridges warm and cold. Writes report.html and bench.json."""
     check(locals(), "bench needs --url or --model", "--cartridge needs --url; it is of a running server",
           "--vllm excludes --url; it is for a server that is started here")  # fmt: skip

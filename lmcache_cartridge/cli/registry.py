@@ -84,7 +84,7 @@ def label(
     warm: Annotated[bool, option("servers bring what it points at into memory when they start", "--warm")] = False,
     library: Library = None,
 ) -> None:
-    """Point a label at a cartridge, or an id at one of its versions, in one step; servers follow in a second."""
+    """Point a label at a cartridge, or an id at a version. Servers follow in a second."""
     if (name is None) != remove:
         raise CartridgeError(f"say what {label} means from now on, or --remove")
     meant = None
@@ -131,7 +131,7 @@ def remove(
 
 @command("verify handbook")
 def verify(name: Annotated[list[str], Argument(help=NAMED)], library: Library = None) -> int:
-    """Read a cartridge whole and check every checksum; lifts a quarantine if sound."""
+    """Check every checksum of a cartridge. Lifts its quarantine if it is sound."""
     from ..library.quarantine import Quarantine
     from ..sources.s3 import S3Source
     from ..sources.sources import Sources
@@ -189,7 +189,7 @@ def publish(
         option("without --library: replace an artefact of other content; requests that use the old one fail", "--force"),
     ] = False,
 ) -> None:  # fmt: skip
-    """Store a registered cartridge, verified and whole or not at all, in a library that servers follow, or alone on S3."""
+    """Store a cartridge in a library, or alone on S3. Verified, and whole or not at all; servers follow a library."""
     if (location is None) == (library is None):
         raise CartridgeError("say where to publish to: --library WHERE, or an s3://bucket/prefix for this one alone")
     if location is not None:
@@ -227,7 +227,7 @@ def pull(
     id: Annotated[str | None, option("name of the cartridge here (default: its own)")] = None,
     no_promote: NoPromote = False,
 ) -> None:
-    """Bring a cartridge from S3 here, verify every checksum and register it."""
+    """Bring a cartridge from S3 here, verify and register it."""
     from ..artifact.manifest import check_id
     from ..sources import s3, transfer
 

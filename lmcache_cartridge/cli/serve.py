@@ -21,7 +21,7 @@ from .show import is_json, say, show, size, working
 if TYPE_CHECKING:
     from ..serve.arguments import Arguments
 
-fleet = Typer(help="Several servers: what they hold, and which of them a request should go to.", rich_markup_mode=None)
+fleet = Typer(help="Say which of several servers a request should go to.", rich_markup_mode=None)
 
 
 @command("serve ./llama --port 8000 --max-model-len 8192", allow_extra_args=True, ignore_unknown_options=True)
@@ -144,7 +144,7 @@ def top(
     interval: Annotated[float, option("seconds between refreshes", min=0.1, max=3600)] = 2.0,
     once: Annotated[bool, option("show it once, with totals instead of rates, and end", "--once")] = False,
 ) -> None:
-    """Show a running server live: tiers, requests, loads and cartridges. Ctrl-C ends it."""
+    """Show a running server live. Tiers, requests, loads and cartridges; Ctrl-C ends it."""
     from .top import run
 
     run(url, interval, once=once, as_json=is_json())
@@ -152,7 +152,7 @@ def top(
 
 @command("demo")
 def demo() -> int:
-    """Build, serve and question a cartridge of a shipped document; about two minutes."""
+    """Build, serve and question a shipped document. Takes about two minutes."""
     from .demo import run
 
     return run()
@@ -160,7 +160,7 @@ def demo() -> int:
 
 @command("doctor")
 def doctor() -> int:
-    """Check versions, hashing, layout and plugin; say how to fix what is wrong."""
+    """Check versions, hashing, layout and plugin. Says how to fix what is wrong."""
     with working("look at the engine"):
         from .doctor import diagnose
 
@@ -172,7 +172,7 @@ def doctor() -> int:
 
 @command("config lmcache.yaml")
 def config(name: Annotated[str | None, Argument(help="name of the file")] = None) -> None:
-    """Print a configuration file to start from; without a name, list them."""
+    """Print a configuration file to start from. Without a name, list them."""
     directory = config_directory()
     files = (path.relative_to(directory) for path in directory.rglob("*") if path.is_file())
     names = sorted(path.as_posix() for path in files if path.suffix != ".pyc" and path.name != "__init__.py")

@@ -94,7 +94,7 @@ def train(
     device: Device = "auto",
     no_promote: NoPromote = False,
 ) -> None:  # fmt: skip
-    """Train a cartridge much shorter than its document, and register it. Interrupted, it goes on."""
+    """Train a cartridge much shorter than its document. Registers it; interrupted, it goes on."""
     from ..artifact.manifest import check_id
 
     check_id(id)
@@ -168,7 +168,7 @@ def evaluate(
     output: Annotated[Path | None, option("write evaluation.json, with every answer", metavar="DIR")] = None,
     device: Device = "auto",
 ) -> None:
-    """Ask questions without a prefix, after the document, and after a cartridge; compare."""
+    """Count right answers after a cartridge. Beside those without a prefix, and after the document."""
     check(locals(), "evaluate takes one of --url, --model; say who is asked")
     manifest, root = stored(name)
     from ..make import evaluate

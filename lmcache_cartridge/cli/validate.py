@@ -69,7 +69,7 @@ def validate(
     ] = "in-process,multiprocess",
     chunk_size: ServedChunk = 256,
 ) -> int:  # fmt: skip
-    """Check a running server, or one that it starts, by pytest, tier by tier; $PYTEST_ADDOPTS may say '-x -k chain
+    """Check a running server, or one that it starts. By pytest, tier by tier; $PYTEST_ADDOPTS may say '-x -k chain
     --junitxml=report.xml'. With a cartridge's name, ask what is known to follow that."""
     if name is not None:
         return _canary(name, url, server_model)

@@ -79,7 +79,7 @@ def test_restart(context: Context, tell: Tell) -> None:
 
 @tier("9", "corrupt bytes")
 def test_corrupt(context: Context, tell: Tell) -> None:
-    """Flip one bit of a cartridge's payload: its answers stay right or are refused, and it is set aside."""
+    """Flip one bit of a cartridge's payload: its answers stay right or are refused, and it is quarantined."""
     maker = _maker(context, damages=True)
     one = maker.prefill(f"{maker.run}-corrupt", 2 * maker.chunk + 8, add=False)
     assert one.manifest is not None and one.root is not None

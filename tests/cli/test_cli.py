@@ -101,6 +101,13 @@ def test_a_command_explains_itself_in_a_sentence_and_an_example_that_is_understo
     _commands()[name].make_context(name, words)  # raises what the command line would be refused with
 
 
+def test_the_list_of_commands_cuts_no_sentence(cli: _Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    listed = cli("--help").out.partition("Commands:\n")[2].partition("\n\n")[0].splitlines()
+    assert len(listed) >= 15
+    assert [line for line in listed if line.endswith("...") or not line.endswith(".")] == []
+
+
 def test_there_are_about_twenty_commands_with_at_most_120_options() -> None:
     own = [p for c in _commands().values() for p in c.params if p.opts[0].startswith("--")]
     assert len(_commands()) <= 21
