@@ -63,3 +63,8 @@ def test_the_readme_says_how_long_the_package_is() -> None:
 
 def test_each_page_is_reached_from_the_readme() -> None:
     assert [path.name for path in DOCS.glob("*.md") if f"(docs/{path.name})" not in README] == []
+
+
+def test_the_words_that_are_ours_are_few() -> None:
+    words = (DOCS / "concepts.md").read_text(encoding="utf-8").partition("## Words")[2].partition("\n## ")[0]
+    assert 10 <= len(re.findall(r"^- \*\*", words, re.M)) <= 15
