@@ -80,6 +80,7 @@ async def heads(
             raw: Any = np.frombuffer(b"".join(ranks), np.uint8).reshape(-1, 2 * model.layers, chunk_tokens, size)
             # Of a head that several ranks have, the first.
             yield raw[:: len(raw) // model.kv_heads, :, : len(ids) - start].tobytes()
+        await computing  # so that it is counted
     finally:
         computing.cancel()
 

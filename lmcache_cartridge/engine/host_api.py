@@ -135,6 +135,15 @@ async def tokenized(raw_request: Any, text: str) -> list[int]:
     return reply.tokens
 
 
+def chat_messages(body: Any, turns: list[Any]) -> list[Any]:
+    """Return the messages that vLLM renders for a body of `/v1/messages` with other `turns`, of which the system's is one."""
+    from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+    from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+
+    asked = AnthropicMessagesRequest(**body | {"system": None, "messages": turns})
+    return AnthropicServingMessages.to_chat_completion_request(asked).messages
+
+
 async def control_paths(engine_client: Any) -> list[str]:
     """Return the control sockets of the workers of all engines that this API server may hand a request to.
 

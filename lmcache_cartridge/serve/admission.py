@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from contextvars import copy_context
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from vllm.engine.protocol import EngineClient
 from vllm.logger import init_logger
@@ -47,6 +47,22 @@ def served_by(engine: Any, chunk_tokens: int) -> Served | None:
     if (directory := model_directory(str(config.model))) is None:
         return None
     return Served(str(directory.resolve()), str(config.dtype).removeprefix("torch."), chunk_tokens)
+
+
+class Counted:
+    """vLLM's engine client, for what the server asks itself."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    async def generate(self, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        """Generate. Each request has one output."""
+        async for output in self._inner.generate(*args, **kwargs):
+            requests().own(output)
+            yield output
 
 
 class Admission:
@@ -90,10 +106,10 @@ class Admission:
             logger.info("rank %d serves %d cartridges", rank["rank"], rank["served"])
         served = from_plain((await self.client.ask("fingerprint"))[0])
         self.resolver.model, self.resolver.context = served, engine.model_config.max_model_len
-        chunk_tokens = ranks[0]["chunk_tokens"]
-        self.canaries = Canaries(self.settings, engine, self.client, self.resolve, chunk_tokens, served)
+        chunk_tokens, asked = ranks[0]["chunk_tokens"], cast(EngineClient, Counted(engine))
+        self.canaries = Canaries(self.settings, asked, self.client, self.resolve, chunk_tokens, served)
         if self.settings.contexts:
-            self.maker = Maker(self, engine, chunk_tokens, served)
+            self.maker = Maker(self, asked, chunk_tokens, served)
             await self.maker.start()
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
 from http import HTTPStatus
 from typing import Any
@@ -22,9 +22,9 @@ from ..settings import Settings
 from . import misnamed
 from .request import REQUIRED, REQUIRED_FIELD, Refusal, Router, read_flag, read_header, shorten
 
-MESSAGES = "/v1/messages"
-"""Its request model drops fields that it does not know, so the gate keeps them for the renderer."""
-TAKES = ("/v1/completions", "/v1/chat/completions", "/v1/responses", MESSAGES)
+CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
+"""The request model of the second drops fields that it does not know, so the gate keeps them for the renderer."""
+TAKES = ("/v1/completions", CHAT, "/v1/responses", MESSAGES)
 """Routes whose prompts our renderer sees; checked at start."""
 RENDER = "/render"
 SHOWS = (*(route + RENDER for route in TAKES), "/v1/cartridges/tokens")
@@ -125,6 +125,8 @@ class Gate:
             exchange.is_required |= required
             drops = path.removesuffix(RENDER) == MESSAGES
             exchange.fields = {name: fields[name] for name in read if drops and name in fields}
+            if settings.contexts and path in (CHAT, MESSAGES) and b'"cache_control"' in body:
+                exchange.marked = fields
             return
         choose, params = self._router.choose, fields.get("kv_transfer_params")
         model, key = fields.get("model"), current().api_key
@@ -180,6 +182,10 @@ class Exchange:
         """Whether, by header or body, no answer without a cartridge is wanted."""
         self.fields: dict[str, Any] = {}
         """The fields for us in the body that the route drops."""
+        self.marked: Mapping[str, Any] = {}
+        """The body, where a block of it has `cache_control`."""
+        self.keep: Callable[[], Awaitable[int]] | None = None
+        """Has contexts made of what is marked, and returns how many leading tokens of the prompt that are."""
         self.headers: dict[bytes, bytes] = {}
         self.pending = 0
         """The response does not start while it is not 0."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 import time
 import uuid
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,9 +21,10 @@ from ..artifact.manifest import Provenance, check_id
 from ..artifact.model import Fingerprint
 from ..artifact.writing import ArtifactWriter
 from ..engine.computed import ANSWER, QUESTION, canary, heads
-from ..errors import CartridgeNotFound, UnsupportedEngine
+from ..errors import CartridgeError, CartridgeNotFound, UnsupportedEngine
 from ..library.registry import Registry
 from .contexts import Context, Patched, Posted
+from .marks import Mark
 from .request import Refusal
 from .resolve import Selection
 
@@ -33,6 +36,8 @@ _ANSWER_S, _LEASE_S = 5.0, 15.0
 """How long whoever posts a context waits for it, and after what time one is removed whose maker was killed."""
 _PROGRESS = "UPDATE contexts SET done = min(done + ?, tokens) WHERE id = ?"
 _LIVING = "SELECT * FROM contexts WHERE (key = ? OR id = ?) AND expires_at > ?"
+_LONGEST = """SELECT * FROM contexts WHERE key IN (SELECT value FROM json_each(?)) AND digest != '' AND expires_at > ?
+ORDER BY tokens DESC LIMIT 1"""
 
 
 class Maker:
@@ -41,7 +46,7 @@ class Maker:
     def __init__(self, admission: Any, engine: Any, chunk_tokens: int, model: Fingerprint) -> None:
         """`admission` is what the parts of the API server share, `engine` vLLM's client, `chunk_tokens` LMCache's chunk size, `model` what the engine runs."""
         self._admission, self._engine, self._settings = admission, engine, admission.settings
-        self._chunk, self._model, self._turn = chunk_tokens, model, asyncio.Lock()
+        self.chunk, self._model, self._turn = chunk_tokens, model, asyncio.Lock()
         self.table, self._run = admission.resolver.contexts, admission.resolver.contexts.run
         self._making: dict[str, asyncio.Task[Context]] = {}
         self._longest = (admission.resolver.context - QUESTION - ANSWER) // chunk_tokens * chunk_tokens
@@ -66,16 +71,45 @@ class Maker:
                 f"a context has 1 to {self._longest} tokens, each below {self._model.vocab_size}; this has {len(ids)}",
             )
         self.check(posted)
-        context, is_new = await asyncio.to_thread(self._add, ids, posted, tenant)
+        context, _ = await self._begun(ids, posted, tenant)
         if context.digest:
             return await asyncio.to_thread(self.patch, context, posted)
-        if is_new:
-            self._making[context.id] = task = asyncio.create_task(self._make(context, ids, posted))
-            task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         if making := self._making.get(context.id):
             done, _ = await asyncio.wait([making], timeout=_ANSWER_S)
             return making.result() if done else context
         return context
+
+    async def _begun(self, ids: list[int], posted: Posted, tenant: str) -> tuple[Context, bool]:
+        """Return the context of some tokens, and whether it was none and is made from now on. Raises as `post` does."""
+        context, is_new = await asyncio.to_thread(self._add, ids, posted, tenant)
+        if is_new:
+            self._making[context.id] = task = asyncio.create_task(self._make(context, ids, posted))
+            task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+        return context, is_new
+
+    async def keep(self, ids: list[int], marks: Sequence[Mark], tenant: str) -> int:
+        """Have contexts made of what is marked of a prompt, or kept longer where there are; return how many tokens the longest
+        has that is made from now on. What settings leave no room for is not made.
+        """
+        most = 0
+        for tokens, ttl_s in marks:
+            with suppress(Refusal, CartridgeError):
+                ttl_s = min(ttl_s, self._settings.contexts_ttl_s)
+                posted = Posted(ttl=ttl_s, labels=None)
+                context, is_new = await self._begun(ids[: min(tokens, self._longest)], posted, tenant)
+                if is_new:
+                    most = context.tokens
+                elif context.digest and context.expires_at < time.time() + ttl_s:
+                    await asyncio.to_thread(self.patch, context, posted)
+        return most
+
+    def longest(self, ids: list[int], tenant: str) -> Context | None:
+        """Return the longest context of a tenant that some tokens begin with, as far as it ends with a chunk. Blocks."""
+        digest, keys = blake3(tenant.encode()), []
+        for start in range(0, len(ids), self.chunk):
+            digest.update(np.array(ids[start : start + self.chunk], "<u4").tobytes())
+            keys.append(digest.hexdigest())
+        return next((Context(*row) for row in self._run(_LONGEST, json.dumps(keys), time.time())), None)
 
     def check(self, patched: Patched) -> None:
         """Raise `Refusal` for no time, and for longer than settings allow."""
@@ -160,11 +194,11 @@ class Maker:
         name, root, engine = uuid.uuid4().hex, self._root(context), self._engine
         with ArtifactWriter(
             root, cartridge_id=context.id, version=1, kind="prefill", fingerprint=self._model, token_ids=np.array(ids),
-            chunk_tokens=self._chunk,
+            chunk_tokens=self.chunk,
         ) as writer:  # fmt: skip
-            async for raw in heads(engine, self._admission.client, ids, name, self._model, self._chunk):
+            async for raw in heads(engine, self._admission.client, ids, name, self._model, self.chunk):
                 await asyncio.to_thread(writer.write, raw)
-                await asyncio.to_thread(self._run, _PROGRESS, self._chunk, context.id)
+                await asyncio.to_thread(self._run, _PROGRESS, self.chunk, context.id)
             about = Provenance("POST /v1/cartridges", time.strftime("%FT%TZ", time.gmtime()))
             served = await canary(engine, ids, name, self._model.dtype)
             manifest = await asyncio.to_thread(writer.commit, about, served)

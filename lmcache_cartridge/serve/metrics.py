@@ -83,6 +83,7 @@ SERVER_NUMBERS = (
     Number("requests", "counter", "Requests that named cartridges: used, document (text in their place), refused_STATUS, failed (in vLLM), abandoned (by the client)."),
     Number("lost_prompts", "counter", "Used requests whose KV was lost after all: document (text in its place) or error."),
     Number("canaries", "counter", "Canaries asked: passed, accepted (`accept_weights`), failed (set aside) or unfinished (asked again)."),
+    Number("own_tokens", "counter", "Prompt tokens that the server asks its engine itself, for contexts and canaries: computed or cached."),
     Number("positions", "counter", "Prompt positions that cartridges with KV took in used requests."),
     Number("request_wait_seconds", "histogram", "Time a request waited for its cartridges to be loaded."),
     Number("waiting_requests", "gauge", "Requests that wait for their cartridges now."),
@@ -101,6 +102,7 @@ OUTCOMES = {
     "requests": ("used", "document"),
     "lost_prompts": ("document", "error"),
     "canaries": ("passed", "accepted", "failed", "unfinished"),
+    "own_tokens": ("computed", "cached"),
 }
 """Metrics with the label `outcome`, and its values that are exported from the start, so that rates see the first."""
 
@@ -229,6 +231,7 @@ class RequestMetrics:
         self._requests = _metric("requests", registry)
         self._lost = _metric("lost_prompts", registry)
         self._canaries = _metric("canaries", registry)
+        self._own = _metric("own_tokens", registry)
         self._positions = _metric("positions", registry)
         self._waits = _metric("request_wait_seconds", registry, buckets=_WAIT_SECONDS)
         self._waiting = _metric("waiting_requests", registry, multiprocess_mode="livesum")
@@ -272,6 +275,12 @@ class RequestMetrics:
     def canary(self, outcome: Literal["passed", "accepted", "failed", "unfinished"]) -> None:
         """Count an engine asked about a cartridge."""
         self._canaries.labels(outcome).inc()
+
+    def own(self, output: Any) -> None:
+        """Count what the engine did for a request of the server's own."""
+        cached = output.num_cached_tokens or 0
+        self._own.labels("cached").inc(cached)
+        self._own.labels("computed").inc(len(output.prompt_token_ids) - cached)
 
     def lost(self, outcome: Literal["document", "error"]) -> None:
         """Count a prompt whose KV was lost on the way."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from functools import partial
@@ -22,12 +23,15 @@ from .adapters import Adapters
 from .admission import Admission
 from .chat import BEHIND, ChatRenderer
 from .claim import Claim, Computed, Grant
+from .marks import find
 from .metrics import Outcome, requests
-from .request import REQUIRED, Refusal, check_params
+from .request import REQUIRED, Reference, Refusal, check_params
 from .resolve import Selection
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
+
+    from .making import Maker
 
 logger = init_logger("vllm.lmcache_cartridge.serve.wrap")
 
@@ -70,7 +74,10 @@ class CartridgeRenderer:
                 render = partial(getattr(inner, how), request, **kwargs)
                 return await self._render_with(selection, render, request, inputs, outcome)
         result = await getattr(self._inner, how)(request, **kwargs)
-        for engine_input in inputs(result) if not hasattr(result, "error") else ():
+        engine_inputs = inputs(result) if not hasattr(result, "error") else ()
+        if self._admission.maker and await self._read_marked(self._admission.maker, request, engine_inputs, selection):
+            return result
+        for engine_input in engine_inputs:
             if selection is None:
                 http.hold(1)  # until the engine says whose KV the prompt begins with
             else:
@@ -133,6 +140,46 @@ class CartridgeRenderer:
         assert head is not None  # a claim is on the text only where there is one
         self._join(head, engine_input)
         engine_input["cache_salt"] = selection.salt(self._own_salt(request), self._admission.secret)
+
+    async def _read_marked(
+        self, maker: Maker, request: Any, engine_inputs: Sequence[dict[str, Any]], named: Selection | None
+    ) -> bool:
+        """Have a prompt that begins with a context by its client's marks read it; return whether it does.
+
+        What is marked is kept once the engine answers. No request is refused for its marks.
+        """
+        exchange, params = http.current(), request.kv_transfer_params
+        exchange.keep = partial(maker.keep, [], [], "")
+        if not exchange.marked or named is not None or [each.get("type") for each in engine_inputs] != ["token"]:
+            return False
+        (engine_input,) = engine_inputs
+        ids, rendered = engine_input["prompt_token_ids"], {**engine_input}
+        is_anthropic = exchange.path == http.MESSAGES
+
+        async def behind() -> list[dict[str, Any]]:
+            engine_input.update({"prompt_token_ids": ids[len(selection.token_ids) :], BEHIND: True})
+            return [engine_input]
+
+        with requests().request() as outcome, suppress(Refusal, CartridgeError):
+            check_request(request, COMPUTE)
+            if await self._admission.adapters.of(request.model) is not None:
+                return False
+            marks = await find(
+                self._inner.render_chat, request, exchange.marked, ids, maker.chunk, is_anthropic=is_anthropic
+            )
+            exchange.tenants = http.tenants_of(request.cache_salt, exchange.api_key)
+            exchange.keep = partial(maker.keep, ids, marks, exchange.tenants[0])
+            end = marks[-1].tokens if marks else 0
+            found = await asyncio.to_thread(maker.longest, ids[:end], exchange.tenants[0])
+            if found is None:
+                return False
+            selection = await self._admission.resolve([Reference(id=found.id, source="registry")])
+            if list(selection.token_ids) == ids[: found.tokens]:
+                await self._render_with(selection, behind, request, list, outcome)
+                return True
+        engine_input.update(rendered)
+        request.kv_transfer_params = params
+        return False
 
     def _own_salt(self, request: Any) -> str | None:
         """Return what keeps apart what is computed for a request: its `cache_salt`, or its key where keys have contexts."""
@@ -216,8 +263,12 @@ class GuardedEngine:
                 if (self._settings.required or http.current().is_required) and not http.is_noted():
                     raise Refusal(400, REQUIRED)
             outputs = self._generate_plain(prompt, params, transfer or {}, request_id, kwargs)
+        keep, kept = http.current().keep, None
         async with aclosing(outputs):
             async for output in outputs:
+                if keep is not None:
+                    kept = await keep() if kept is None else kept
+                    output.num_cache_creation_tokens = max(kept - (output.num_cached_tokens or 0), 0)
                 yield output
 
     async def _generate_granted(

@@ -1,0 +1,300 @@
+"""Marks: what clients mark by `cache_control` becomes contexts, is read from them, and is counted as the engine counts. In both modes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import re
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import pytest
+from processor import noise
+from recall.ward import Fact
+from test_contexts import ROUTE, Served, serving
+from waiting import until
+from wards import MODEL, Asker, Ward, content, patients, write_ward
+
+from lmcache_cartridge.make.model import CausalModel
+
+CHUNK = 256
+WARDS = ("first", "second", "third", "fourth")
+MARK = {"cache_control": {"type": "ephemeral"}}
+
+
+class Counted(NamedTuple):
+    """What came back: an answer and its bill."""
+
+    text: str
+    prompt: int
+    read: int
+    created: int
+    used: str | None
+
+
+@pytest.fixture(scope="module")
+def wards() -> dict[str, Ward]:
+    model = CausalModel(MODEL)
+    return {name: write_ward(model, patients(i, len(WARDS)), name) for i, name in enumerate(WARDS)}
+
+
+@pytest.fixture(scope="module", params=["in-process", "multiprocess"])
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, wards: dict[str, Ward]
+) -> Iterator[Served]:
+    with serving(tmp_path_factory.mktemp("home"), wards, request.param) as found:
+        yield found
+
+
+def _events(reply: Any) -> list[dict[str, Any]]:
+    return [json.loads(line[6:]) for line in reply.text.splitlines() if line.startswith("data: {")]
+
+
+def chat(asker: Asker, turns: list[dict[str, Any]], *, stream: bool = False, tokens: int = 1, **extra: Any) -> Counted:
+    """Ask as OpenAI's clients do."""
+    streaming = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    body = {"model": MODEL, "messages": turns, "max_tokens": tokens, "temperature": 0} | streaming | extra
+    reply = asker.http.post("/v1/chat/completions", json=body)
+    assert reply.status_code == 200, reply.text
+    events = _events(reply) if stream else [reply.json()]
+    choices = [choice for event in events for choice in event["choices"]]
+    text = "".join((choice.get("delta") or choice.get("message"))["content"] or "" for choice in choices)
+    usage = events[-1]["usage"]
+    details = usage["prompt_tokens_details"] or {}
+    read, created = details.get("cached_tokens") or 0, details.get("created_cache_tokens") or 0
+    return Counted(text, usage["prompt_tokens"], read, created, reply.headers.get("x-cartridges"))
+
+
+def message(
+    asker: Asker, turns: list[dict[str, Any]], *, stream: bool = False, tokens: int = 1, **extra: Any
+) -> Counted:
+    """Ask as Anthropic's clients do; a system turn is a field of its own."""
+    system = {"system": turns[0]["content"]} if turns[0]["role"] == "system" else {}
+    body = {"model": MODEL, "messages": turns[len(system) :], "max_tokens": tokens, "temperature": 0} | system | extra
+    reply = asker.http.post("/v1/messages", json=body | ({"stream": True} if stream else {}))
+    assert reply.status_code == 200, reply.text
+    if stream:
+        events = _events(reply)
+        text = "".join(event["delta"].get("text", "") for event in events if event["type"] == "content_block_delta")
+        (usage,) = [event["usage"] for event in events if event["type"] == "message_delta"]
+    else:
+        text, usage = "".join(block["text"] for block in reply.json()["content"]), reply.json()["usage"]
+    read, created = usage["cache_read_input_tokens"], usage["cache_creation_input_tokens"]
+    return Counted(text, usage["input_tokens"] + read + created, read, created, reply.headers.get("x-cartridges"))
+
+
+ROUTES = (chat, message)
+
+
+def turns(text: str, fact: Fact, mark: dict[str, Any] | None = MARK) -> list[dict[str, Any]]:
+    """Return a conversation of a text and a question on it; the text is marked."""
+    return [
+        {"role": "system", "content": [{"type": "text", "text": text} | (mark or {})]},
+        {"role": "user", "content": content(fact)},
+    ]
+
+
+@pytest.mark.parametrize("ask", ROUTES)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_marked_text_is_kept_and_read_by_the_next_request(served: Served, ask: Any, stream: bool) -> None:
+    ward, salt = served.wards["first"], {"cache_salt": f"{ask.__name__}-{stream}"}
+    whole, before = len(ward.ids) // CHUNK * CHUNK, len(served.named(**salt))
+    first = ask(served.asker, turns(ward.document.text, ward.facts[0]), stream=stream, **salt)
+    assert (first.text.strip(), first.read, first.created) == (ward.facts[0].value, 0, whole)
+    until(lambda: len(served.named(**salt)) > before)
+    for fact in ward.facts[1:9]:
+        found = ask(served.asker, turns(ward.document.text, fact), stream=stream, **salt)
+        assert (found.text.strip(), found.created) == (fact.value, 0)
+        assert found.read >= whole and f"positions={whole};" in found.used, found
+    assert len(served.named(**salt)) == before + 1
+
+
+@pytest.mark.parametrize("ask", ROUTES)
+def test_what_is_read_answers_as_what_is_computed(served: Served, ask: Any) -> None:
+    """The same words greedily, and by OpenAI's route the same logprobs within noise."""
+    ward, salt = served.wards["second"], {"cache_salt": f"{ask.__name__}-noise"}
+    questions, before = ward.facts[:6], len(served.named(**salt))
+    plain = [ask(served.asker, turns(ward.document.text, fact, None), tokens=24, **salt) for fact in questions]
+    assert all(each.created == 0 for each in plain)
+    ask(served.asker, turns(ward.document.text, questions[0]), **salt)
+    until(lambda: len(served.named(**salt)) > before)
+    read = [ask(served.asker, turns(ward.document.text, fact), tokens=24, **salt) for fact in questions]
+    assert [each.text for each in read] == [each.text for each in plain]
+    assert [each.prompt for each in read] == [each.prompt for each in plain]
+    assert all(each.used for each in read) and not any(each.used for each in plain)
+    far = []
+    for fact in questions[:3]:
+        tops = []
+        for mark in (MARK, None):
+            body = {"model": MODEL, "messages": turns(ward.document.text, fact, mark), "max_tokens": 1, "temperature": 0,
+                    "logprobs": True, "top_logprobs": 10} | salt  # fmt: skip
+            reply = served.asker.http.post("/v1/chat/completions", json=body).raise_for_status().json()
+            (place,) = reply["choices"][0]["logprobs"]["content"]
+            tops.append({each["token"]: each["logprob"] for each in place["top_logprobs"]})
+        far.append(max(abs(tops[0][token] - tops[1][token]) for token in tops[0].keys() & tops[1].keys()))
+    assert max(far) < noise(0.25)
+    print(served.mode, "largest difference of logprobs", max(far))
+
+
+def test_only_whoever_marked_a_text_reads_it(served: Served) -> None:
+    ward, whole = served.wards["third"], len(served.wards["third"].ids) // CHUNK * CHUNK
+    facts = iter(ward.facts)
+    for asker, salt in (
+        (served.asker, {}), (served.other, {}), (served.asker, {"cache_salt": "mine"}), (served.other, {"cache_salt": "yours"}),
+    ):  # fmt: skip
+        before = served.named(asker, **salt)
+        for is_read in (False, True):
+            fact = next(facts)
+            found = message(asker, turns(ward.document.text, fact), **salt)
+            assert (found.text.strip(), found.used is not None) == (fact.value, is_read)
+            assert found.read + found.created >= whole, "vLLM's own cache has no keys"
+            until(lambda asker=asker, salt=salt, before=before: len(served.named(asker, **salt)) == len(before) + 1)
+    other = chat(served.asker, turns(ward.document.text, ward.facts[0]), cache_salt="nobody's")
+    assert (other.read, other.created, other.used) == (0, whole, None)
+
+
+def test_a_conversation_reads_the_longest_beginning_that_is_there(served: Served) -> None:
+    """Of more than four marks the last four count, and each that is new becomes a context."""
+    wards, salt = [served.wards[name] for name in WARDS], {"cache_salt": "growing"}
+    ends = list(itertools.accumulate(len(ward.ids) - 1 for ward in wards))  # behind <s>
+    whole = [(end + 1) // CHUNK * CHUNK for end in ends]
+    fact, mine = wards[-1].facts[0], served.named()
+
+    def asked(blocks: int, *marked: int, ask: Any = message) -> Counted:
+        """Ask behind so many texts, of which some are marked, and the question as the last of all."""
+        texts = [{"type": "text", "text": ward.document.text} for ward in wards[:blocks]]
+        texts = [text | (MARK if i in marked else {}) for i, text in enumerate(texts)]
+        question = {"type": "text", "text": content(fact)} | (MARK if blocks in marked else {})
+        return ask(
+            served.asker, [{"role": "system", "content": texts}, {"role": "user", "content": [question]}], **salt
+        )
+
+    def kept(*sizes: int) -> bool:
+        rows = served.get(**salt).raise_for_status().json()["data"]
+        return sorted(row["positions"] for row in rows if row["id"] not in mine) == sorted(sizes)
+
+    found = asked(1, 0)
+    assert (found.read, found.created) == (0, whole[0])
+    until(lambda: kept(whole[0]))
+    found = asked(2, 0, 1)
+    assert (found.read, found.created) == (whole[0], whole[1] - whole[0])
+    until(lambda: kept(*whole[:2]))
+    found = asked(4, 3)
+    assert (found.read, found.created) == (whole[1], whole[3] - whole[1]), "what was marked before is read"
+    until(lambda: kept(*whole[:2], whole[3]))
+    for name in served.named(**salt) - mine:
+        served.asker.http.delete(f"{ROUTE}/{name}", params=salt)
+    until(kept)
+    found = asked(4, 0, 1, 2, 3, 4)
+    assert (found.text.strip(), found.read + found.created) == (fact.value, whole[3]) and not found.used
+    until(lambda: kept(*whole[1:]))
+
+
+def test_no_request_is_refused_for_its_marks(served: Served) -> None:
+    ward, salt = served.wards["second"], {"cache_salt": "odd"}
+    text, fact, mine = ward.document.text, ward.facts[0], served.named()
+    for mark in (
+        {"cache_control": None}, {"cache_control": "ephemeral"}, {"cache_control": {"type": "lasting"}},
+        {"cache_control": {"type": "ephemeral", "ttl": "2h"}}, {"cache_control": {"type": "ephemeral", "ttl": ["5m"]}},
+    ):  # fmt: skip
+        for ask in ROUTES:
+            found = ask(served.asker, turns(text, fact, mark), **salt)
+            assert (found.text.strip(), found.created) == (fact.value, 0), mark
+    short = chat(served.asker, [{"role": "user", "content": [{"type": "text", "text": content(fact)} | MARK]}], **salt)
+    assert short.created == 0
+    named = served.made(document=served.wards["third"].document.text, id="named", **salt)
+    behind = chat(served.asker, turns("Patient", served.wards["third"].facts[0]), cartridges=["named"], **salt)
+    assert behind.read >= named["tokens"] // CHUNK * CHUNK and "named@1" in behind.used and behind.created == 0
+    apart = chat(served.asker, turns(text, fact), cartridges=False, **salt)
+    assert (apart.text.strip(), apart.created) == (fact.value, 0)
+    assert served.named(**salt) - mine == {"named"}, "marks beside names are not read"
+    served.fault.write_text(json.dumps({"captured": "swapped"}))
+    salt = {"cache_salt": "failing"}
+    try:
+        found = message(served.asker, turns(text, fact), **salt)
+        assert (found.text.strip(), found.created > 0) == (fact.value, True)
+        until(lambda: "set aside" in served.log.read_text())
+    finally:
+        served.fault.unlink()
+    until(lambda: message(served.asker, turns(text, fact), **salt).used is not None)
+    right = [message(served.asker, turns(text, fact), **salt).text.strip() == fact.value for fact in ward.facts[:8]]
+    assert sum(right) == 8
+
+
+def test_a_context_of_a_mark_lives_as_long_as_it_says_from_its_last_use_on(served: Served) -> None:
+    ward, salt, mine = served.wards["fourth"], {"cache_salt": "living"}, served.named()
+
+    def left() -> list[float]:
+        rows = served.get(**salt).raise_for_status().json()["data"]
+        return [row["expires_at"] - time.time() for row in rows if row["id"] not in mine]
+
+    for ttl, seconds in ((None, 300), ("1h", 3600), ("5m", 3600)):
+        mark = {"cache_control": {"type": "ephemeral"} | ({"ttl": ttl} if ttl else {})}
+        chat(served.asker, turns(ward.document.text, ward.facts[0], mark), **salt)
+        until(lambda seconds=seconds: len(left()) == 1 and seconds - 240 < left()[0] <= seconds)
+
+
+def test_bills_sum_up_to_what_the_engine_counts(served: Served) -> None:
+    """200 requests: with marks and without, by both routes, whole and as streams, of two keys, behind names, of texts that come again
+    and of new ones."""
+    named = served.made(document=served.wards["third"].document.text)
+    dice, texts = random.Random(7), [served.wards[name].document.text for name in WARDS]
+    asked = []
+    for number in range(200):
+        ward = served.wards[dice.choice(WARDS)]
+        text = (
+            ward.document.text
+            if number % 10
+            else ward.document.text.replace("Patient", f"{texts[number % 4][:40]} Patient", 1)
+        )
+        asked.append((dice.choice(ROUTES), dice.choice([served.asker, served.other]), dice.random() < 0.5, dice.random(), text,
+                      dice.choice(ward.facts), {"cache_salt": dice.choice("ab")} if number % 3 else {}))  # fmt: skip
+
+    def one(ask: Any, asker: Asker, stream: bool, kind: float, text: str, fact: Fact, salt: dict[str, str]) -> Counted:
+        if kind < 0.2 and not salt and asker is served.asker:
+            return chat(asker, turns("Patient", fact, None), stream=stream, cartridges=[named["id"]])
+        return ask(asker, turns(text, fact, MARK if kind < 0.7 else None), stream=stream, **salt)
+
+    tenants = [
+        (asker, salt)
+        for asker in (served.asker, served.other)
+        for salt in ({}, {"cache_salt": "a"}, {"cache_salt": "b"})
+    ]
+
+    def kept() -> dict[str, dict[str, Any]]:
+        return {row["id"]: row for asker, salt in tenants for row in served.get(asker=asker, **salt).json()["data"]}
+
+    before, there = _counters(served), kept()
+    with ThreadPoolExecutor(6) as pool:
+        bills = list(pool.map(lambda each: one(*each), asked))
+    prompt, read = sum(bill.prompt for bill in bills), sum(bill.read for bill in bills)
+    until(lambda: _counted(served, before) == (prompt, read))
+    # What vLLM's own cache had is read, not created, though a context is made of it too.
+    created = Counter(bill.created + bill.read for bill in bills if bill.created)
+    until(lambda: created <= Counter(row["positions"] for name, row in kept().items() if name not in there))
+    assert created.total() >= 10 and sum(bill.read > 0 and bill.used is not None for bill in bills) >= 40
+    print(served.mode, "prompt", prompt, "read", read, "created", sum(bill.created for bill in bills))
+
+
+def _counters(served: Served) -> Counter[str]:
+    """Return what the engine and the server count, over all labels but `outcome`."""
+    found: Counter[str] = Counter()
+    for line in served.asker.http.get("/metrics").text.splitlines():
+        if row := re.match(r"([a-z_:]+)_total\{(.*)\} (\S+)$", line):
+            outcome = re.search(r'outcome="(\w+)"', row[2])
+            found[f"{row[1]} {outcome[1]}" if outcome else row[1]] += int(float(row[3]))
+    return found
+
+
+def _counted(served: Served, before: Counter[str]) -> tuple[int, int]:
+    """Return how many prompt tokens the engine had of clients since, and how many of those it did not compute."""
+    now = _counters(served)
+    since = {name: now[name] - before[name] for name in now}
+    cached = since["lmcache_cartridge_own_tokens cached"]
+    hits = since["vllm:prefix_cache_hits"] + since["vllm:external_prefix_cache_hits"]
+    own = since["lmcache_cartridge_own_tokens computed"] + cached
+    return since["vllm:prompt_tokens"] - own, hits - cached
