@@ -83,7 +83,7 @@ SERVER_NUMBERS = (
     Number("requests", "counter", "Requests that named cartridges: used, document (text in their place), refused_STATUS, failed (in vLLM), abandoned (by the client)."),
     Number("lost_prompts", "counter", "Used requests whose KV was lost after all: document (text in its place) or error."),
     Number("canaries", "counter", "Canaries asked: passed, accepted (`accept_weights`), failed (set aside) or unfinished (asked again)."),
-    Number("own_tokens", "counter", "Prompt tokens that the server asks its engine itself, for contexts and canaries: computed or cached."),
+    Number("own_tokens", "counter", "Prompt tokens of contexts and canaries, which no client is billed: computed or cached."),
     Number("positions", "counter", "Prompt positions that cartridges with KV took in used requests."),
     Number("request_wait_seconds", "histogram", "Time a request waited for its cartridges to be loaded."),
     Number("waiting_requests", "gauge", "Requests that wait for their cartridges now."),
