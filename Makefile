@@ -39,7 +39,7 @@ bench: $(READY)
 
 # The tables in README and docs, figures among them; test_docs says when they are stale. Then the site, build/site/index.html:
 # `python -m http.server -d build/site` serves it.
-SITE := $(BIN)/python -m sphinx -q -W --keep-going -c docs -d build/doctrees . build/site
+SITE := $(BIN)/python -m sphinx -q -E -a -W --keep-going -c docs -d build/doctrees . build/site
 docs: $(READY)
 	$(BIN)/python docs/generate.py
 	$(SITE)
