@@ -409,7 +409,8 @@ def _quietly(call: Any) -> None:
 
 
 def test_contexts_need_an_lmcache_that_saves(tmp_path: Path) -> None:
-    settings = from_mapping({"home": tmp_path, "contexts": True})
-    launch = plan(MODEL, settings, vllm_args=SERVER_ARGS)
+    """`serve` refuses it before it starts anything (test_launch); here the YAML is one of a person's own."""
+    launch = plan(MODEL, from_mapping({"home": tmp_path}), vllm_args=SERVER_ARGS)
+    launch = launch._replace(yaml=launch.yaml.replace("contexts: false", "contexts: true"))
     with pytest.raises(UnsupportedEngine, match="LMCache has to save"), ServerProcess(launch, tmp_path / "log"):
         pass
