@@ -242,13 +242,11 @@ def from_mapping(values: Mapping[str, Any], prefix: str = "") -> Settings:
     try:
         return Settings(**values)
     except ValidationError as error:
-        problems = [
-            f"{prefix}{'.'.join(map(str, e['loc']))}: "
-            + ("no such setting" if e["type"] == "extra_forbidden" else e["msg"])
-            for e in error.errors()
-        ]
-        known = ", ".join(Settings.model_fields)
-        raise SettingsError("; ".join(problems) + f". Settings are: {known}") from None
+        told = "; ".join(f"{prefix}{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        told = told.replace("Value error, ", "").replace("Extra inputs are not permitted", "no such setting")
+        if told.endswith("no such setting"):
+            told += f". Settings are: {', '.join(Settings.model_fields)}"
+        raise SettingsError(told) from None
 
 
 def from_extra_config(extra_config: Mapping[str, Any] | None, class_name: str = "CartridgeBackend") -> Settings:

@@ -64,6 +64,12 @@ def test_an_unknown_setting_is_refused_by_its_full_key_with_those_there_are() ->
     assert message.endswith(", ".join(Settings.model_fields))
 
 
+def test_a_wrong_value_is_told_in_a_line() -> None:
+    with pytest.raises(SettingsError) as caught:
+        from_mapping({"library": "here"})
+    assert str(caught.value) == "library: write s3://BUCKET/PREFIX or an absolute directory"
+
+
 def test_every_problem_is_told_at_once() -> None:
     with pytest.raises(SettingsError, match=r"a\.cpu_bytes: .*; a\.lease_s: .*; a\.more: no such setting"):
         from_mapping({"cpu_bytes": "x", "lease_s": 0, "more": 1}, "a.")
