@@ -203,7 +203,7 @@ def serve_fleet(
         Path, Argument(help="YAML file with the servers; `lmcache-cartridge config fleet.yaml` prints one")
     ],
 ) -> None:
-    """Follow what a fleet's servers hold, and say over HTTP which of them a request should go to: POST /score, POST /pick,
+    """Say over HTTP which server a request should go to. It follows what all hold: POST /score, POST /pick,
     GET /metrics, GET /health. Needs `pip install 'lmcache-cartridge[fleet]'`."""
     from ..fleet.config import read_config
     from ..fleet.service import Fleet
