@@ -73,6 +73,7 @@ BY_OTHERS = {
         ],
         "fleet/test_fleet_scores.py",
     ),
+    "envoy -c envoy.yaml": "fleet/test_routers.py",
     "vllm serve ./llama --kv-transfer-config '{ "
     '"kv_connector": "CartridgeConnector", "kv_role": "kv_both", '
     '"kv_connector_module_path": "vllm.distributed.kv_transfer.kv_connector.v1.cartridge_connector", '
