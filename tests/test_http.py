@@ -57,6 +57,25 @@ def test_routes_that_take_cartridges_get_what_was_sent(path: str) -> None:
     assert post(_app(), path + "/", json={"cartridges": ["a"]}).status_code == 400, "another path is another route"
 
 
+@pytest.mark.parametrize("contexts", [True, False])
+def test_a_body_with_marks_is_kept_for_the_renderer_only_where_contexts_are_made(contexts: bool) -> None:
+    app, settings = FastAPI(), from_mapping({"contexts": contexts})
+    app.add_middleware(http.Gate, settings=settings)
+    app.add_middleware(http.ResponseHeaders)
+    found = []
+
+    @app.post("/{path:path}")
+    async def look() -> None:
+        found.append(http.current().marked)
+
+    block = {"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}
+    marked, plain = ({"messages": [{"role": "user", "content": each}]} for each in ([block], "x"))
+    for path in (*http.TAKES, "/tokenize"):
+        for body in (marked, plain):
+            assert post(app, path, json=body).status_code == 200
+    assert [body for body in found if body] == ([marked] * 2 if contexts else [])
+
+
 ROUTES = (*http.TAKES, "/v1/chat/completions/batch", "/tokenize", "/anything")
 
 
