@@ -58,10 +58,10 @@ class Counted:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    async def generate(self, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+    async def generate(self, prompt: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         """Generate. Each request has one output."""
-        async for output in self._inner.generate(*args, **kwargs):
-            requests().own(output)
+        async for output in self._inner.generate(prompt, *args, **kwargs):
+            requests().own(len(prompt["prompt_token_ids"]), output.num_cached_tokens or 0)
             yield output
 
 

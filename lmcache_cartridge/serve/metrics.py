@@ -276,11 +276,10 @@ class RequestMetrics:
         """Count an engine asked about a cartridge."""
         self._canaries.labels(outcome).inc()
 
-    def own(self, output: Any) -> None:
-        """Count what the engine did for a request of the server's own."""
-        cached = output.num_cached_tokens or 0
+    def own(self, tokens: int, cached: int) -> None:
+        """Count a prompt of the server's own, of which so many tokens were not computed."""
         self._own.labels("cached").inc(cached)
-        self._own.labels("computed").inc(len(output.prompt_token_ids) - cached)
+        self._own.labels("computed").inc(tokens - cached)
 
     def lost(self, outcome: Literal["document", "error"]) -> None:
         """Count a prompt whose KV was lost on the way."""

@@ -422,7 +422,7 @@ def _request(**fields: Any) -> Any:
 
 def _rendered(request: Any, **settings: Any) -> Any:
     given = from_mapping(settings)
-    admission = SimpleNamespace(settings=given, router=Router(given), secret=b"secret")
+    admission = SimpleNamespace(settings=given, router=Router(given), secret=b"secret", maker=None)
     return asyncio.run(CartridgeRenderer(_Renders(), admission).render_completion(request))[0]
 
 
