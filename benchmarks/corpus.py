@@ -1,14 +1,16 @@
 """What a corpus costs beyond the prefill of its documents: `build` of many, and where its time goes.
 
-    python benchmarks/corpus.py [--documents 1000] [--tokens 1024]
+    python benchmarks/corpus.py [--documents 1000] [--large 4] [--tokens 1024]
 
-Each document is prefilled alone and then built, one right after the other, by the shipped model that is loaded once. Built
-includes reading, the comparison with a plain forward pass, the canary that servers ask, checksums, fsync and registration.
+Each document is prefilled alone and then built, one right after the other, by a model that is loaded once: the shipped one, and
+one with random weights in the shape of Qwen2.5-0.5B. Built includes reading, the comparison with the document, the canary that
+servers ask, checksums, fsync and registration. The first document, of which canaries are measured, counts in none of it.
 """
 
 from __future__ import annotations
 
 import random
+import shutil
 import tempfile
 import time
 from collections import Counter
@@ -18,6 +20,8 @@ from typing import Any
 
 import report
 from recall.ward import write_document
+from sizes import SHAPES, TINY
+from ttft import make_model
 
 PARTS = {"canary for servers": ("canary", "make"), "comparison with the document": ("prefill", "passed_canary")}
 """What is timed within, by the module and the name that it is called by."""
@@ -36,9 +40,8 @@ def timed(spent: Counter[str], part: str, call: Callable[..., Any]) -> Callable[
     return run
 
 
-def measure(count: int, tokens: int, home: Path) -> list[report.Figure]:
-    """Build `count` documents and return what that took."""
-    from lmcache_cartridge.cli.recall import MODEL_DIR
+def measure(name: str, directory: Path, count: int, tokens: int, home: Path) -> list[report.Figure]:
+    """Build `count` documents by the model in `directory`, which is called `name`, and return what that took."""
     from lmcache_cartridge.make import canary, prefill
     from lmcache_cartridge.make.batch import Batch, Recipe
     from lmcache_cartridge.make.corpus import Source
@@ -47,9 +50,10 @@ def measure(count: int, tokens: int, home: Path) -> list[report.Figure]:
 
     spent: Counter[str] = Counter()
     modules = {"canary": canary, "prefill": prefill}
-    for part, (module, name) in PARTS.items():
-        setattr(modules[module], name, timed(spent, part, getattr(modules[module], name)))
-    model, batch = CausalModel(str(MODEL_DIR)), Batch(Recipe(model=str(MODEL_DIR)), Settings(home=home))
+    unchanged = {part: getattr(modules[module], call) for part, (module, call) in PARTS.items()}
+    for part, (module, call) in PARTS.items():
+        setattr(modules[module], call, timed(spent, part, unchanged[part]))
+    model, batch = CausalModel(str(directory)), Batch(Recipe(model=str(directory)), Settings(home=home))
     texts = [write_document(random.Random(f"corpus {n}"), tokens).text for n in range(count + 1)]
     alone, built = [], []
     for number, text in enumerate(texts):
@@ -65,13 +69,18 @@ def measure(count: int, tokens: int, home: Path) -> list[report.Figure]:
         if number % 50 == 0:
             report.say(f"{number} of {count}")
     batch.close()
+    for part, (module, call) in PARTS.items():
+        setattr(modules[module], call, unchanged[part])
     parts = {"prefill": sum(alone), **spent}
     parts["files and registry"] = sum(built) - sum(parts.values())
     return [
-        report.Figure.counted(sum(built) / sum(alone), "build over prefill", "ratio", count, tokens=tokens),
-        report.Figure.of(built, "build", "s", tokens=tokens),
-        report.Figure.of(alone, "prefill alone", "s", tokens=tokens),
-        *(report.Figure.counted(seconds / count, part, "s", count, tokens=tokens) for part, seconds in parts.items()),
+        report.Figure.counted(sum(built) / sum(alone), "build over prefill", "ratio", count, model=name, tokens=tokens),
+        report.Figure.of(built, "build", "s", model=name, tokens=tokens),
+        report.Figure.of(alone, "prefill alone", "s", model=name, tokens=tokens),
+        *(
+            report.Figure.counted(seconds / count, part, "s", count, model=name, tokens=tokens)
+            for part, seconds in parts.items()
+        ),
     ]
 
 
@@ -79,13 +88,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the benchmark."""
     bench = report.Benchmark(__file__, __doc__, ["make/batch.py", "make/prefill.py", "make/canary.py", "make/write.py"])
     bench.parser.add_argument("--documents", type=int, default=1000)
+    bench.parser.add_argument("--large", type=int, default=4, help="documents by the model with a real one's shape")
     bench.parser.add_argument("--tokens", type=int, default=1024)
     options = bench.start(arguments)
     import torch
 
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as home:
-        bench.publish(measure(2 if options.smoke else options.documents, options.tokens, Path(home)))
+    from lmcache_cartridge.cli.recall import MODEL_DIR
+
+    shape = TINY if options.smoke else SHAPES["Qwen2.5-0.5B"]
+    documents, large = (2, 1) if options.smoke else (options.documents, options.large)
+    with tempfile.TemporaryDirectory() as temporary:
+        home = Path(temporary)
+        figures = measure("shipped", MODEL_DIR, documents, options.tokens, home / "shipped")
+        made = make_model(home / "model", shape)
+        for file in MODEL_DIR.glob("*token*"):  # its own knows no text
+            shutil.copy(file, made)
+        bench.publish([*figures, *measure(shape.name, made, large, options.tokens, home / "large")])
 
 
 if __name__ == "__main__":

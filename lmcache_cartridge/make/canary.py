@@ -2,47 +2,59 @@
 
 The answers are computed with the very KV that is served, and must say something about all of it. So there are several
 candidates, words of the document from many places among them; each chunk in turn is damaged, and as few questions are
-taken as notice every time.
+taken as notice every time. Of a corpus that is measured once for each length: what stands at the same places in the
+others is asked there, and only the answers are computed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 
 from ..artifact.canary import MAX_QUESTIONS, Asked, Expected, ServedCanary, compare
-from ..artifact.model import rotating_layers
 from ..errors import UnsupportedModel
 from ..memory.layout import DTYPES
 from ..memory.rope import rotate, shift
 from .model import CausalModel
-from .progress import Progress, silent
 
 ANSWER = 8
 """Tokens of an answer."""
+_SHORT = 3
+"""Those of an answer for which it is known how much rounding makes of its like."""
 TOP = 10
 """Likeliest tokens at each, to be compared."""
 _QUESTION = 12
 _LONGEST = 32
 _WINDOWS = (0.05, 0.2, 0.35, 0.5, 0.65, 0.8, 0.95)
 """Where in the document a candidate begins: a model that reads words again looks there for what follows."""
-_SNIPPETS = (0.1, 0.5, 0.9)
 TEXTS = ("\n\nQuestion: what does this document say?\nAnswer:", " In short, the most important of this is that")
 _DAMAGED = 6
 """At most so many chunks, or layers, are damaged: spread over all, with the first and the last."""
 _BEHIND = 6
 """Candidates for a cartridge behind itself, whose passes cost twice as much."""
-_DRAWS = (1, 1, 1, 2, 2, 2, 2)
+_DRAWS = (1, 1, 2, 2, 2)
 """How coarse each draw of rounding noise is. The coarse ones count by what is fair, and show where a router of experts
 is about to turn over, which would be no noise at all until it does."""
 FP8 = torch.float8_e4m3fn, torch.float8_e5m2
-"""What `--kv-cache-dtype fp8` may mean."""
+"""What `--kv-cache-dtype fp8` may mean. What the second, the coarser, makes of answers is measured."""
 _SEEN = 2.0
 """Damage that differs by so many bounds is noticed for sure."""
+
+
+class Measured(NamedTuple):
+    """The questions of one cartridge, by which candidates they are, and what was measured of them."""
+
+    after: dict[int, Asked]
+    behind: dict[int, Asked]
+    sensitivity: float
+
+
+Known = dict[object, Measured] | None
+"""What was measured of cartridges of each length, or nothing."""
 
 
 def make(
@@ -51,89 +63,106 @@ def make(
     document: Sequence[int] | None,
     chunk_tokens: int,
     *,
-    int8: torch.Tensor | None = None,
+    int8: Callable[[], torch.Tensor] | None = None,
     questions: Sequence[list[int]] = (),
-    progress: Progress = silent,
+    measured: Known = None,
 ) -> ServedCanary | None:
     """Return the canary of canonical KV `[2, L, T, H, D]` as it is served, which `document` are the tokens of.
 
-    `questions` are further candidates. `int8` is the KV as int8 gives it back: what that changes is measured for
-    `compress`, which has no model. Takes some thirty short forward passes. None where the model's context has no room
-    for a question.
+    `questions` are further candidates. `int8` returns the KV as int8 gives it back: what that changes is measured for
+    `compress`, which has no model. `measured` is for cartridges of one model, made in one way: what is measured of the
+    first of each length, to a factor of two, goes there and holds for the others, which take ten short forward passes; not of
+    a model that routes tokens to experts, for which rounding turns over another token's way in each cartridge.
+    None where the model's context has no room for a question.
     """
     kv = kv.to(model.model.dtype)
-    rows = _candidates(model, document, questions)
-    if not _fits(model, kv.shape[2]) or not rows:
+    rows, positions = _candidates(model, document, questions), kv.shape[2]
+    if not _fits(model, positions) or not rows:
         return None
-    progress("canary", 0, 2)
-    after, sensitivity = _best(model, kv, rows, _damages(kv, chunk_tokens))
-    if int8 is not None:
-        measured = _differences(model, int8.to(kv.dtype), after)
-        after = [msgspec.structs.replace(each, int8=round(n, 4)) for each, n in zip(after, measured, strict=True)]
-    progress("canary", 1, 2)
-    twice = 2 * kv.shape[2]
+    twice = 2 * positions
     reach = twice // chunk_tokens * chunk_tokens or twice
-    behind = _behind(model, kv, rows, reach)
-    progress("canary", 2, 2)
-    cut = reach if behind and reach < twice else None
-    return ServedCanary(tuple(after), round(sensitivity, 2), tuple(behind), cut)
+    moved = _moved(model, kv, reach)
+    if measured is None or any("experts" in name for name, _ in model.model.named_modules()):
+        measured = {}
+    alike = len(rows), (3 * positions).bit_length(), moved is None
+    if (found := measured.get(alike)) is None:
+        after, sensitivity = _best(model, kv, rows, _damages(kv, chunk_tokens))
+        if int8 is not None:
+            for n, apart in zip(after, _apart(model, int8().to(kv.dtype), list(after.values())), strict=True):
+                after[n] = msgspec.structs.replace(after[n], int8=round(float(apart.mean()), 4))
+        behind = {} if moved is None else _best(model, moved, rows[:_BEHIND], _misplaced(model, moved, positions))[0]
+        measured[alike] = found = Measured(after, behind, round(sensitivity, 2))
+    else:
+        found = Measured(
+            _again(model, kv, rows, found.after), _again(model, moved, rows, found.behind), found.sensitivity
+        )
+    return ServedCanary(
+        tuple(found.after.values()), found.sensitivity, tuple(found.behind.values()),
+        reach if found.behind and reach < twice else None
+    )  # fmt: skip
+
+
+def _again(
+    model: CausalModel, kv: torch.Tensor | None, rows: Sequence[list[int]], like: Mapping[int, Asked]
+) -> dict[int, Asked]:
+    """Return the same candidates of another cartridge as are asked in `like`, and take over what was measured of them."""
+    if kv is None:
+        return {}
+    asked = _ask(model, kv, [rows[n] for n in like], _SHORT, _DRAWS[-1:])
+    for n, (each, old) in enumerate(zip(asked, like.values(), strict=True)):
+        answer = msgspec.structs.replace(each.answer, noise=max(old.answer.noise, each.answer.noise))
+        asked[n] = Asked(each.question, answer, old.int8, each.fp8)
+    return dict(zip(like, asked, strict=True))
 
 
 def _best(
     model: CausalModel, kv: torch.Tensor, rows: Sequence[list[int]], damages: Iterable[torch.Tensor]
-) -> tuple[list[Asked], float]:
+) -> tuple[dict[int, Asked], float]:
     """Return the fewest questions whose answers change with each damage, and by how many bounds the least one shows.
 
     With those that show most in engines whose KV cache is fp8: other questions may come out there as if they were damaged.
     """
-    asked = [Asked(tuple(row), answer) for row, answer in zip(rows, _ask(model, kv, rows), strict=True)]
-    asked = _in_fp8(model, kv, asked)
-    apart = [_differences(model, damaged, asked) for damaged in damages]
+    asked = _ask(model, kv, rows, ANSWER, _DRAWS)
+    apart = [[float(each.mean()) for each in _apart(model, damaged, asked)] for damaged in damages]
     seen, in_fp8 = (
         [[n / each.expected(in_fp8=fp8).bound for n, each in zip(row, asked, strict=True)] for row in apart]
         for fp8 in (False, True)
     )
     chosen = _choose(seen)
     chosen = list(dict.fromkeys([*chosen[: MAX_QUESTIONS - 1], *_choose(in_fp8), *chosen]))[:MAX_QUESTIONS]
-    return [asked[n] for n in chosen], min(max(row[n] for n in chosen) for row in seen)
+    return {n: asked[n] for n in chosen}, min(max(row[n] for n in chosen) for row in seen)
 
 
-def _behind(model: CausalModel, kv: torch.Tensor, rows: Sequence[list[int]], reach: int) -> list[Asked]:
-    """Return questions after `reach` positions of the cartridge and itself, moved behind it.
+def _moved(model: CausalModel, kv: torch.Tensor, reach: int) -> torch.Tensor | None:
+    """Return `reach` positions of the cartridge and itself, moved behind it.
 
     None where the model cannot have that, or where nothing of the second copy is left.
     """
-    positions, layers, rope = kv.shape[2], kv.shape[1], model.fingerprint.rope
-    if not rope or not _fits(model, 2 * positions) or reach <= positions:
-        return []
+    positions = kv.shape[2]
+    if not model.fingerprint.rope or not _fits(model, 2 * positions) or reach <= positions:
+        return None
     try:
-        behind = shift(kv, model.fingerprint, positions)
-        moved = torch.cat([kv, behind], dim=2)[:, :, :reach]
+        return torch.cat([kv, shift(kv, model.fingerprint, positions)], dim=2)[:, :, :reach]
     except UnsupportedModel:
-        return []
+        return None
 
-    def damages() -> Iterator[torch.Tensor]:
-        layers_tried = sorted({round((layers - 1) * n / (_DAMAGED - 1)) for n in range(_DAMAGED)})
-        for layer in layers_tried:
-            damaged = moved.clone()
-            # A layer that rotates is left where it was, one that does not is rotated.
-            wrong = kv[0, layer] if layer in (rotating_layers(rope) or ()) else rotate(kv[0, layer], rope[0], positions)
-            damaged[0, layer, positions:] = wrong[: reach - positions]
-            yield damaged
 
-    return _best(model, moved, rows[:_BEHIND], damages())[0]
+def _misplaced(model: CausalModel, moved: torch.Tensor, start: int) -> Iterator[torch.Tensor]:
+    """Yield the KV with the keys of one layer from `start` on rotated wrongly, for a few layers."""
+    last = moved.shape[1] - 1
+    for layer in sorted({round(last * n / (_DAMAGED - 1)) for n in range(_DAMAGED)}):
+        damaged = moved.clone()
+        damaged[0, layer, start:] = rotate(moved[0, layer, start:], model.fingerprint.rope[0], start)
+        yield damaged
 
 
 def _candidates(model: CausalModel, document: Sequence[int] | None, questions: Sequence[list[int]]) -> list[list[int]]:
     bos, size = model.tokenizer.bos_token_id, _QUESTION
-    texts = [model.encode(text, special=False)[-size:] for text in TEXTS]
-    found = [*texts, *(question[-_LONGEST:] for question in questions)]
+    found = [model.encode(text, special=False)[-size:] for text in TEXTS]
+    found += [question[-_LONGEST:] for question in questions]
     if document is not None and len(document) > 2 * size:
         starts = [max(1, int(share * (len(document) - size))) for share in _WINDOWS]
         found += [list(document[start : start + size]) for start in starts]
-        each = size // len(_SNIPPETS)
-        starts = [max(1, int(share * (len(document) - each))) for share in _SNIPPETS]
-        found.append([i for start in starts for i in document[start : start + each]])
     # A server takes leading BOS for one that a template put there.
     return [row for row in ([i for i in row if i != bos] for row in found) if row]
 
@@ -142,78 +171,79 @@ def _fits(model: CausalModel, positions: int) -> bool:
     return not model.context_tokens or positions + _LONGEST + ANSWER <= model.context_tokens
 
 
-def _ask(model: CausalModel, kv: torch.Tensor, rows: Sequence[list[int]]) -> list[Expected]:
-    """Return what follows each question after `kv`, up to the first token that rounding may turn into another."""
-    ids = [list(row) for row in rows]
-    for _ in range(ANSWER - 1):
-        for row, logprobs in zip(ids, _logprobs(model, kv, ids), strict=True):
-            row.append(int(logprobs[-1].argmax()))
-    found = [each[-ANSWER:] for each in _logprobs(model, kv, ids)]
-    best = [each.topk(min(TOP, each.shape[1])) for each in found]
+def _ask(
+    model: CausalModel, kv: torch.Tensor, rows: Sequence[list[int]], tokens: int, draws: Sequence[int]
+) -> list[Asked]:
+    """Return what follows each question after `kv`, up to the first token that rounding may turn into another.
+
+    Rounding is drawn as coarse as `draws` say, and what fp8 makes of the answers measured.
+    """
+    asked = _greedy(model, kv, rows, tokens)
     apart: list[list[torch.Tensor]] = []
     with rounding(model) as again:
-        for draw, coarse in enumerate(_DRAWS):
-            again(draw, coarse)
-            drawn = _logprobs(model, kv, ids)
-            apart.append([
-                (each[-ANSWER:].gather(1, top.indices) - top.values).abs() for each, top in zip(drawn, best, strict=True)
-            ])  # fmt: skip
-    answers = []
-    for row, (values, indices), draws in zip(ids, best, zip(*apart, strict=True), strict=True):
-        margins, unsure = (values[:, 0] - values[:, 1]).tolist(), torch.stack(draws).amax((0, 2)).tolist()
-        fed = [*row[1 - ANSWER :], int(indices[-1, 0])]
-        ends = (n for n in range(ANSWER) if margins[n] < 3 * unsure[n] or fed[n] != indices[n, 0])
-        count = next(ends, ANSWER - 1) + 1
-        noise = max(float(each[:count].mean()) / coarse for each, coarse in zip(draws, _DRAWS, strict=True))
-        answers.append(Expected(
-            tuple(map(tuple, indices[:count].tolist())),
-            tuple(tuple(round(value, 4) for value in values) for values in values[:count].tolist()),
-            round(max(noise, 1e-4), 4),
-        ))  # fmt: skip
-    return answers
+        for seed, coarse in enumerate(draws):
+            again(seed, coarse)
+            apart.append(_apart(model, kv, asked))
+    for place, (each, drawn) in enumerate(zip(asked, zip(*apart, strict=True), strict=True)):
+        unsure = torch.stack(drawn).amax((0, 2)).tolist()
+        ends = (n for n, top in enumerate(each.answer.logprobs, 1) if top[0] - top[1] < 3 * unsure[n - 1])
+        count = next(ends, tokens)
+        noise = max(float(found[:count].mean()) / coarse for found, coarse in zip(drawn, draws, strict=True))
+        answer = Expected(each.answer.tokens[:count], each.answer.logprobs[:count], round(max(noise, 1e-4), 4))
+        asked[place] = Asked(each.question, answer)
+    return _in_fp8(model, kv, asked)
 
 
 @torch.inference_mode()
-def _logprobs(model: CausalModel, kv: torch.Tensor, rows: Sequence[list[int]]) -> list[torch.Tensor]:
-    """Return float32 logprobs `[tokens, vocabulary]` of each row after `kv`."""
+def _greedy(model: CausalModel, kv: torch.Tensor, rows: Sequence[list[int]], tokens: int) -> list[Asked]:
+    """Return the likeliest answer of so many `tokens` to each row after `kv`, whose noise is yet to be measured."""
+    found: dict[int, Asked] = {}
+    for part in model.passes(rows, kv):
+        cache, ids, steps = model.cache(kv, len(part)), torch.tensor([rows[n] for n in part], device=model.device), []
+        for _ in range(tokens):
+            logits = model.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+            steps.append(logits[..., : model.fingerprint.vocab_size].float().cpu().log_softmax(-1))
+            ids = steps[-1].argmax(-1).to(model.device)
+        for index, logprobs in zip(part, torch.cat(steps, 1), strict=True):
+            best = logprobs.topk(min(TOP, logprobs.shape[1]))
+            values = best.values.double().round(decimals=4)
+            likeliest, values = (tuple(map(tuple, each.tolist())) for each in (best.indices, values))
+            found[index] = Asked(tuple(rows[index]), Expected(likeliest, values, 1e-4))
+    return [found[index] for index in range(len(rows))]
+
+
+@torch.inference_mode()
+def _logprobs(model: CausalModel, kv: torch.Tensor, asked: Sequence[Asked]) -> list[torch.Tensor]:
+    """Return float32 logprobs `[tokens, vocabulary]` where each answer's tokens are after `kv`."""
+    rows = [[*each.question, *(tokens[0] for tokens in each.answer.tokens[:-1])] for each in asked]
     found: list[torch.Tensor] = [torch.empty(0)] * len(rows)
     for part in model.passes(rows, kv):
         ids = torch.tensor([rows[index] for index in part], device=model.device)
         logits = model.model(input_ids=ids, past_key_values=model.cache(kv, len(part)), use_cache=True).logits
         for index, each in zip(part, logits, strict=True):
-            found[index] = each[:, : model.fingerprint.vocab_size].float().cpu().log_softmax(-1)
+            last = each[-len(asked[index].answer.tokens) :, : model.fingerprint.vocab_size]
+            found[index] = last.float().cpu().log_softmax(-1)
     return found
 
 
-def _differences(model: CausalModel, kv: torch.Tensor, asked: Sequence[Asked]) -> list[float]:
-    """Return for each question how far its answer is from the expected one when the KV is `kv`."""
+def _apart(model: CausalModel, kv: torch.Tensor, asked: Sequence[Asked]) -> list[torch.Tensor]:
+    """Return for each question how far each logprob of its answer is from the expected one when the KV is `kv`."""
     return [
-        float((
-            logprobs[-len(each.answer.tokens) :].gather(1, torch.tensor(each.answer.tokens))
-            - torch.tensor(each.answer.logprobs)
-        ).abs().mean())
-        for logprobs, each in zip(_logprobs(model, kv, _fed(asked)), asked, strict=True)
-    ]  # fmt: skip
-
-
-def _fed(asked: Sequence[Asked]) -> list[list[int]]:
-    """Return the questions with their answers, but for the last token."""
-    return [[*each.question, *(tokens[0] for tokens in each.answer.tokens[:-1])] for each in asked]
+        (found.gather(1, torch.tensor(each.answer.tokens)) - torch.tensor(each.answer.logprobs)).abs()
+        for found, each in zip(_logprobs(model, kv, asked), asked, strict=True)
+    ]
 
 
 def _in_fp8(model: CausalModel, kv: torch.Tensor, asked: Sequence[Asked]) -> list[Asked]:
-    """Return the questions with what is made of their answers by fp8 as the coarsest engine writes it."""
-    most = [0.0] * len(asked)
-    for dtype in FP8:
-        for n, (each, logprobs) in enumerate(
-            zip(asked, _logprobs(model, cut_off(kv, dtype), _fed(asked)), strict=True)
-        ):
-            best = logprobs[-len(each.answer.tokens) :].topk(min(2 * TOP, logprobs.shape[1]))
-            listed = [
-                dict(zip(*row, strict=True)) for row in zip(best.indices.tolist(), best.values.tolist(), strict=True)
-            ]
-            most[n] = max(most[n], compare(each.answer, best.indices[:, 0].tolist(), listed).difference)
-    return [msgspec.structs.replace(each, fp8=round(n, 4)) for each, n in zip(asked, most, strict=True)]
+    """Return the questions with what is made of their answers by the coarser fp8, as the coarsest engine writes it."""
+    found = []
+    for each, logprobs in zip(asked, _logprobs(model, cut_off(kv, FP8[1]), asked), strict=True):
+        best = logprobs.topk(min(2 * TOP, logprobs.shape[1]))
+        tokens = best.indices.tolist()
+        listed = [dict(zip(*row, strict=True)) for row in zip(tokens, best.values.tolist(), strict=True)]
+        apart = compare(each.answer, [row[0] for row in tokens], listed).difference
+        found.append(msgspec.structs.replace(each, fp8=round(apart, 4)))
+    return found
 
 
 def cut_off(kv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -246,12 +276,12 @@ def _choose(seen: Sequence[Sequence[float]]) -> list[int]:
     chosen: list[int] = []
     while len(chosen) < MAX_QUESTIONS:
 
-        def noticed(candidate: int) -> tuple[float, float]:
+        def noticed(candidate: int) -> float:
             best = [min(_SEEN, max(row[n] for n in (*chosen, candidate))) for row in seen]
-            return sum(best), min(best)
+            return sum(best)
 
         best = max(range(len(seen[0])), key=noticed)
-        if chosen and noticed(best)[0] <= noticed(chosen[0])[0] + 0.05:
+        if chosen and noticed(best) <= noticed(chosen[0]) + 0.05:
             break
         chosen.append(best)
     return chosen
@@ -295,13 +325,12 @@ def in_int8(canary: ServedCanary | None) -> ServedCanary | None:
     if canary is None:
         return None
     measured = [each.int8 for each in canary.after if each.int8 is not None]
-    if len(measured) < len(canary.after) or not measured:
+    if len(measured) < len(canary.after):
         return None
-    most = max(measured)
-    after, behind = ([_noisier(each, most) for each in part] for part in (canary.after, canary.behind))
-    return msgspec.structs.replace(canary, after=tuple(after), behind=tuple(behind))
 
+    def noisier(asked: Asked) -> Asked:
+        answer = msgspec.structs.replace(asked.answer, noise=round(asked.answer.noise + max(measured), 4))
+        return Asked(asked.question, answer, fp8=asked.fp8)
 
-def _noisier(asked: Asked, more: float) -> Asked:
-    answer = msgspec.structs.replace(asked.answer, noise=round(asked.answer.noise + more, 4))
-    return Asked(asked.question, answer, fp8=asked.fp8)
+    after, behind = (tuple(map(noisier, part)) for part in (canary.after, canary.behind))
+    return msgspec.structs.replace(canary, after=after, behind=behind)

@@ -19,6 +19,7 @@ from ..artifact.model import Fingerprint, from_plain
 from ..engine.contract import CAPTURE
 from ..errors import ArtifactError, SourceError
 from ..memory.layout import DTYPES
+from .chat import question_ids
 from .model import CausalModel
 from .prefill import CANARY, passed_canary, questions
 from .progress import Progress, silent
@@ -53,7 +54,9 @@ def build(
     """
 
     def checked(kv: torch.Tensor) -> Provenance:
-        result = passed_canary(model, ids, kv, canary, cartridge_id, chat) if compare else None
+        asked, result = question_ids(model, canary, chat), None
+        if compare:
+            result = passed_canary(model, asked, kv, model.logits([*ids, *asked], len(asked)), canary, cartridge_id)
         return model.provenance("build --url", canary=result, **facts)
 
     model.need_values("build --url")

@@ -9,7 +9,7 @@ import torch
 from ..artifact.chat import Chat
 from ..artifact.manifest import Canary, Manifest, Provenance
 from ..errors import CanaryFailed
-from .canary import TEXTS
+from .canary import TEXTS, Known
 from .chat import question_ids
 from .document import Document, read_document
 from .model import CausalModel
@@ -30,25 +30,29 @@ def build(
     chunk_tokens: int = 256,
     canary: str = CANARY,
     encoding: str = "plain",
+    measured: Known = None,
     progress: Progress = silent,
 ) -> Manifest:
     """Write the KV of `document`, a text file or what was read of one, under `model` as an artefact at `root` and return its manifest.
 
     Before the artefact appears, the *canary* runs: the logits of `canary` after the KV as it is served are compared with
-    those of a plain forward pass over document and `canary`. Raises `CanaryFailed`, leaving nothing behind, unless
+    those that `canary` had behind the document when the KV was computed. Raises `CanaryFailed`, leaving nothing behind, unless
     the top token at its end is the same; `ArtifactError` for a document that is no text or empty, or longer than the
-    model's context. Registers nothing.
+    model's context. Registers nothing. For `measured` see `canary.make`.
     """
     read = read_document(model, document)
 
+    asked, plain = question_ids(model, canary, read.chat), list[torch.Tensor]()
+
     def checked(kv: torch.Tensor) -> Provenance:
-        result = passed_canary(model, read.ids, kv, canary, cartridge_id, read.chat)
+        result = passed_canary(model, asked, kv, plain[-1], canary, cartridge_id)
         return model.provenance("build", document=read.path.name, document_blake3=read.blake3, canary=result)
 
     return write_kv(
-        model, model.prefill(read.ids, chunk_tokens), root, checked, cartridge_id=cartridge_id, version=version,
+        model, model.prefill(read.ids, chunk_tokens, asked, plain.append), root, checked, cartridge_id=cartridge_id, version=version,
         positions=len(read.ids), token_ids=read.ids, chunk_tokens=chunk_tokens, encoding=encoding,
-        questions=questions(model, canary, read.chat), chat=read.chat, progress=progress,
+        questions=questions(model, canary, read.chat), chat=read.chat, measured=measured,
+        progress=progress,
     )  # fmt: skip
 
 
@@ -59,29 +63,18 @@ def questions(model: CausalModel, canary: str, chat: Chat | None) -> list[list[i
 
 
 def passed_canary(
-    model: CausalModel, ids: list[int], kv: torch.Tensor, question: str, cartridge_id: str, chat: Chat | None = None
+    model: CausalModel, asked: list[int], kv: torch.Tensor, plain: torch.Tensor, question: str, cartridge_id: str
 ) -> Canary:
-    """Return what `run_canary` does. Raises `CanaryFailed` where the top token at the question's end is another."""
-    result = run_canary(model, ids, kv, question, chat)
-    if not result.top1_equal:
+    """Compare the logits of the tokens `asked` after canonical KV with the `plain` ones, after the document itself.
+
+    Raises `CanaryFailed` where the top token at the end is another.
+    """
+    after_kv = model.logits_after(kv, asked)
+    apart = float((after_kv - plain).abs().max())
+    if after_kv[-1].argmax() != plain[-1].argmax():
         raise CanaryFailed(
             f"cartridge {cartridge_id}: after the stored KV the model's next token differs from the one after the "
-            f"document itself (largest logit difference {result.max_abs_logit_difference:.3g}). If two tokens are "
-            "nearly tied, try another --canary text or --dtype float32; nothing was registered"
+            f"document itself (largest logit difference {apart:.3g}). If two tokens are nearly tied, try another "
+            "--canary text or --dtype float32; nothing was registered"
         )
-    return result
-
-
-def run_canary(model: CausalModel, ids: list[int], kv: torch.Tensor, question: str, chat: Chat | None = None) -> Canary:
-    """Compare the logits of `question` after canonical KV with those after the tokens `ids` themselves.
-
-    In a `chat` the question is a user's message.
-    """
-    asked = question_ids(model, question, chat)
-    after_kv = model.logits_after(kv, asked)
-    plain = model.logits(ids + asked, len(asked))
-    return Canary(
-        question=question,
-        top1_equal=bool(after_kv[-1].argmax() == plain[-1].argmax()),
-        max_abs_logit_difference=float((after_kv - plain).abs().max()),
-    )
+    return Canary(question=question, top1_equal=True, max_abs_logit_difference=apart)
