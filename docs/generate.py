@@ -144,6 +144,7 @@ BENCHMARKS = (
     "saving",
     "fleet",
     "quality",
+    "corpus",
 )
 
 
