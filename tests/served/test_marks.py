@@ -10,9 +10,11 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from cells import TP
 from processor import noise
 from recall.ward import Fact
 from test_contexts import ROUTE, Served, serving
@@ -299,3 +301,21 @@ def _counted(served: Served, before: Counter[str]) -> tuple[int, int]:
     hits = since["vllm:prefix_cache_hits"] + since["vllm:external_prefix_cache_hits"]
     own = since["lmcache_cartridge_own_tokens computed"] + cached
     return since["vllm:prompt_tokens"] - own, hits - cached
+
+
+@pytest.mark.parametrize("options", [TP, ("--api-server-count", "2")])
+def test_without_room_a_request_is_answered_and_nothing_is_made(
+    tmp_path: Path, wards: dict[str, Ward], options: tuple[str, ...]
+) -> None:
+    with serving(tmp_path, wards, "in-process", options, contexts_count=1) as served:
+        ward, other = wards["first"], wards["second"]
+        found = message(served.asker, turns(ward.document.text, ward.facts[0]))
+        assert (found.text.strip(), found.created) == (ward.facts[0].value, len(ward.ids) // CHUNK * CHUNK)
+        until(lambda: len(served.named()) == 1)
+        for fact in other.facts[:4]:
+            found = message(served.asker, turns(other.document.text, fact))
+            assert (found.text.strip(), found.created, found.used) == (fact.value, 0, None)
+        for fact in ward.facts[:8]:
+            found = message(served.asker, turns(ward.document.text, fact))
+            assert (found.text.strip(), found.created, found.used is None) == (fact.value, 0, False)
+        assert len(served.named()) == 1
