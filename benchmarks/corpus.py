@@ -4,7 +4,7 @@
 
 Each document is prefilled alone and then built, one right after the other, by a model that is loaded once: the shipped one, and
 one with random weights in the shape of Qwen2.5-0.5B. Built includes reading, the comparison with the document, the canary that
-servers ask, checksums, fsync and registration. The first document, of which canaries are measured, counts in none of it.
+servers ask, checksums, fsync and registration. The first document counts in none of it.
 """
 
 from __future__ import annotations

@@ -24,7 +24,6 @@ from ..sources.published import Library
 from ..sources.s3 import S3Source
 from ..sources.sources import Sources
 from . import prefill
-from .canary import Known
 from .chat import read_chat
 from .compact.job import build_compact
 from .compact.wanted import Wanted
@@ -64,7 +63,6 @@ class Batch:
         self._model = CausalModel(recipe.model, **recipe.options)
         if recipe.chat_template is not None:
             self._model.tokenizer.chat_template = recipe.chat_template.read_text()
-        self._measured: Known = {}
         self._sources = Sources(S3Source(**settings.s3))
         self._scratch = TemporaryDirectory()
         self._library = Library(settings) if settings.library else None
@@ -124,7 +122,7 @@ class Batch:
         recipe = self._recipe
         how |= {"chunk_tokens": recipe.chunk_size, "encoding": recipe.payload}
         if recipe.compact is None:
-            return prefill.build(self._model, document, root, canary=recipe.canary, measured=self._measured, **how)
+            return prefill.build(self._model, document, root, canary=recipe.canary, **how)
         wanted = Wanted(self._positions(document), accept=recipe.accept)
         return build_compact(self._model, document, root, lambda tokens: wanted, **how)
 

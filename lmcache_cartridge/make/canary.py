@@ -2,8 +2,8 @@
 
 The answers are computed with the very KV that is served, and must say something about all of it. So there are several
 candidates, words of the document from many places among them; each chunk in turn is damaged, and as few questions are
-taken as notice every time. Of a corpus that is measured once for each length: what stands at the same places in the
-others is asked there, and only the answers are computed.
+taken as notice every time. With `measured` that is done once for each length: what stands at the same places in the
+others is asked there, with what rounding and fp8 make of it.
 """
 
 from __future__ import annotations
