@@ -9,10 +9,9 @@ from ..errors import UnsupportedEngine
 from ..memory.layout import to_heads
 from . import host_inprocess
 from .contract import CAPTURE
+from .refusals import IN_FP8
 from .salts import key_salt
 from .saving import tenant
-
-IN_FP8 = "this engine caches KV in fp8, not as it computes it; take it from one without --kv-cache-dtype"
 
 
 def captured(name: str, token_ids: list[int], chunk: int) -> bytes | None:

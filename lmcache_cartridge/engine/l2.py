@@ -44,6 +44,7 @@ from .contract import CONTROL
 from .control import ControlServer
 from .l1_copies import L1Copies
 from .l2_tasks import Task, Tasks
+from .refusals import IN_FP8
 from .report import HASH, Report, ReportServer, check_ids
 from .salts import is_check, tag_part, tag_salt
 from .trust import opened
@@ -380,7 +381,7 @@ class EngineRank:
         """See `capture.captured`."""
         report, shape = self.report, self._store.shape
         if report.quantiser:
-            raise UnsupportedEngine(capture.IN_FP8)
+            raise UnsupportedEngine(IN_FP8)
         if report.groups or report.stages > 1 or shape.planes == 1:
             raise UnsupportedEngine(
                 "KV cannot be fetched from engines of several stages, with groups of layers or latent vectors"

@@ -22,6 +22,8 @@ was injected, so it proposes less well there; the model itself decides on each t
 ONE_GROUP = "disable-hybrid-kv-cache-manager"
 """The option of vLLM that keeps the KV of full and sliding layers in one group of equal blocks. Attention ignores what is
 beyond a window all the same."""
+IN_FP8 = "this engine caches KV in fp8, not as it computes it"
+"""Why none of its KV is taken for a cartridge."""
 SLEEP = "LMCache's server keeps handles of the KV cache, and nothing tells it when sleep mode frees that memory"
 """Why an engine may not sleep in multiprocess mode."""
 
@@ -112,6 +114,14 @@ ENGINE: list[Row] = [
             'write "on" or "off"'),
 ]  # fmt: skip
 """Of `Facts`."""
+CONTEXTS: list[Row] = [
+    (lambda engine: not engine.saves, "the setting contexts", "a context is made of what LMCache saves",
+            "give --l1-bytes, and neither --no-save nor kv_role kv_consumer"),
+    (lambda engine: engine.engines > 1, "the setting contexts", "one engine makes and tries a context for all", "remove data parallelism"),
+    (lambda engine: engine.stages > 1, "the setting contexts", "each pipeline stage has some layers of the KV", "use one stage"),
+    (lambda engine: engine.cache_dtype in QUANTISED_CACHES, "the setting contexts", IN_FP8, "remove --kv-cache-dtype"),
+]  # fmt: skip
+"""Of `Facts`, where clients may have contexts made."""
 LMCACHE: list[Row] = [
     (lambda config: config.enable_async_loading, "LMCache's enable_async_loading is on",
             "it releases cached objects twice and hangs on a miss (LMCache 0.5.6)", "set `enable_async_loading: false` in the LMCache YAML"),

@@ -86,8 +86,10 @@ class Arguments:
         ]
         return left, moved
 
-    def check(self, *, in_process: bool, saves: bool = False) -> None:
-        """Raise `UnsupportedEngine`, with the reason, for what the connector refuses once a model is loaded."""
+    def check(self, *, in_process: bool, saves: bool = False, contexts: bool = False) -> None:
+        """Raise `UnsupportedEngine`, with the reason, for what the connector refuses once a model is loaded, and for what does
+        not go with `contexts`.
+        """
         if self.get("kv-offloading-size") is not None:
             raise UnsupportedEngine(
                 "--kv-offloading-size puts another connector in the place of the one that serves cartridges; remove it"
@@ -96,7 +98,7 @@ class Arguments:
         speculates = self.mapping("speculative-config")
         method = speculates.get("method") or self.get("spec-method")
         refusals.check(
-            refusals.ENGINE,
+            refusals.ENGINE + refusals.CONTEXTS * contexts,
             refusals.Facts(
                 in_process=in_process,
                 saves=saves,

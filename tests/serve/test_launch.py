@@ -192,6 +192,24 @@ def test_what_goes_in_one_mode_alone(tmp_path: Path, mode: Any, given: str, l1_b
         plan("m", from_mapping({"home": tmp_path}), mode=mode, l1_bytes=l1_bytes, vllm_args=given.split(" "))
 
 
+@pytest.mark.parametrize(
+    ("mode", "given", "l1_bytes", "reason"),
+    [
+        ("in-process", "", 1 << 30, None), ("multiprocess", "", 0, None), ("in-process", "-tp 2", 1 << 30, None),
+        ("in-process", '--kv-transfer-config {"kv_role":"kv_both"}', 0, "give --l1-bytes"),
+        ("multiprocess", "-dp 2", 0, "remove data parallelism"), ("multiprocess", "-pp 2", 0, "use one stage"),
+        ("in-process", "--kv-cache-dtype fp8", 1 << 30, "caches KV in fp8"),
+    ],
+)  # fmt: skip
+def test_contexts_are_refused_before_a_model_is_loaded(
+    tmp_path: Path, mode: Any, given: str, l1_bytes: int, reason: str | None
+) -> None:
+    how: Any = {"mode": mode, "l1_bytes": l1_bytes, "vllm_args": given.split()}
+    with pytest.raises(UnsupportedEngine, match=f"setting contexts: .*{reason}") if reason else nullcontext():
+        plan("m", from_mapping({"home": tmp_path, "contexts": True}), **how)
+    plan("m", from_mapping({"home": tmp_path}), **how)
+
+
 def test_full_and_sliding_layers_have_blocks_of_the_same_kind(tmp_path: Path) -> None:
     settings, option = from_mapping({"home": tmp_path}), "--disable-hybrid-kv-cache-manager"
     assert option not in plan("m", settings).command, "vLLM does so for our connector in-process"
