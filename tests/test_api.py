@@ -219,6 +219,14 @@ class ApiTests:
                 assert whole <= reply.cached_tokens <= positions
                 assert reply.injected + reply.had == reply.cached_tokens
 
+    def test_a_server_that_makes_no_contexts_is_said_so_to_whoever_builds_by_it(
+        self, served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (tmp_path / "x").write_text("A document.")
+        where = ["--url", served.url, "--home", str(tmp_path)]
+        assert main(["build", *where, "--id", "x", "--document", str(tmp_path / "x")]) == 1
+        assert "it has to be `serve --l1-bytes BYTES --set contexts=true`" in capsys.readouterr().err
+
     def test_a_request_without_cartridges_is_left_alone(self, served: Served) -> None:
         fact = served.wards["a"].facts[0]
         reply = served.asker.complete(ask(fact, 0))
@@ -482,7 +490,6 @@ class ApiTests:
             *TAKING,
             "/v1/cartridges",
             "/v1/cartridges/{name}/{action}",
-            "/v1/cartridges/capture",
             "/v1/cartridges/drain",
             "/v1/cartridges/tokens",
         }

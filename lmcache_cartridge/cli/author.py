@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -44,7 +43,6 @@ if TYPE_CHECKING:
     from ..library.registry import Registry
     from ..make.document import Document
     from ..make.model import CausalModel
-    from ..make.server import Server
 
 USUAL_CHUNK = 256
 """The chunk size of servers by default."""
@@ -67,8 +65,7 @@ def build(
     ] = None,
     messages: Annotated[
         Path | None,
-        file("the first messages of a chat in place of a document, as a JSON list of {role, content}. With --url the "
-             "server's template makes tokens of them, and prompts go on behind those as they are"),
+        file("the first messages of a chat in place of a document, as a JSON list of {role, content}"),
     ] = None,
     chat_template: Annotated[Path | None, file("chat template in the place of the model's, as vLLM is given")] = None,
     chat_arguments: Annotated[
@@ -85,14 +82,9 @@ def build(
     ] = None,
     url: Annotated[
         str | None,
-        option("have this server compute the KV, in its dtype and with its kernels; it runs `serve --l1-bytes` in-process "
-               "with the setting admin. --model makes the canary. Its key is that in $VLLM_API_KEY"),
+        option("have this server make it, in place of a --model, in its dtype, with its kernels and template; it is `serve "
+               "--l1-bytes BYTES --set contexts=true`. Its key is that in $VLLM_API_KEY"),
     ] = None,
-    no_compare: Annotated[
-        bool,
-        option("with --url: do not load the model's weights, as of a quantised model that servers alone can compute; the "
-               "fingerprints are compared all the same, and the cartridge gets no canary", "--no-compare"),
-    ] = False,
     compact: Annotated[
         str | None,
         option("make it shorter, in seconds and without training: 4x, or so many positions", metavar="4x"),
@@ -155,22 +147,24 @@ def build(
             manifest = compress(source, root, cartridge_id=id, version=version, progress=progress)
         finish(registry, manifest, root, promote=not no_promote, bytes_before=before and before.payload_bytes)
         return
-    assert model is not None, "checked"
-    loaded = load_model(model, weights=not no_compare, **options)
-    from ..make import capture, prefill
-    from ..make.server import Server
+    made["version"] = version
+    if url is not None:
+        from ..make import remote
+        from ..make.server import Server
 
-    made |= {"version": version, "canary": canary or prefill.CANARY}
-    with ExitStack() as stack:
-        server = stack.enter_context(Server(url)) if url else None
-        read = _read(loaded, server, document, token_ids, messages, chat, chat_template, chat_arguments)
-        made["progress"] = stack.enter_context(bars())
-        if server is None:
-            manifest = prefill.build(loaded, read, root, chunk_tokens=chunk_size or 256, **made)
-        else:
-            manifest = capture.build(
-                loaded, server, read.ids, root, chat=read.chat, compare=not no_compare, document=read.path.name,
-                document_blake3=read.blake3, **made,
+        said, source = messages and _json(messages.read_text(), messages), document or token_ids or messages
+        text = remote.Text(source, token_ids, said, chat, _arguments(chat_arguments))
+        with Server(url) as server, bars() as progress:
+            manifest = remote.build(server, text, root, progress=progress, **made)
+    else:
+        assert model is not None, "checked"
+        loaded = load_model(model, **options)
+        from ..make import prefill
+
+        read = _read(loaded, document, token_ids, messages, chat, chat_template, chat_arguments)
+        with bars() as progress:
+            manifest = prefill.build(
+                loaded, read, root, chunk_tokens=chunk_size or 256, canary=canary or prefill.CANARY, progress=progress, **made
             )  # fmt: skip
     warnings = []
     if manifest.positions < USUAL_CHUNK:
@@ -192,7 +186,7 @@ def _build_corpus(places: list[str], given: dict[str, Any]) -> None:
     """Carry out `build` of many documents; the exit status is 1 where one of them was not made."""
     check(
         given,
-        "--id, --document, --messages, --token-ids, --from, --url, --no-compare, --questions, --held-out, --refine, "
+        "--id, --document, --messages, --token-ids, --from, --url, --questions, --held-out, --refine, "
         "--no-promote need one document, not many",
         "--ray needs --publish; the cartridges lie on many machines",
     )
@@ -225,18 +219,16 @@ def _check_build(given: dict[str, Any]) -> None:
     is_document = given["document"] is not None and given["token_ids"] is None  # else it is what these were made of
     check(given | {"document": is_document}, "build takes one of --document, --messages, --token-ids, --from",
           "--chat needs --document; --messages say their roles, and --token-ids have none")  # fmt: skip
-    of_a_server = {"messages": None} if given["url"] else {}
-    check(given | of_a_server, "--chat-template, --chat-arguments need --chat or --messages")
     check(
         given,
-        "--compact excludes --chat, --messages, --token-ids, --url, --no-compare, --canary; it computes a plain document",
+        "--chat-template, --chat-arguments need --chat or --messages",
+        "--compact excludes --chat, --messages, --token-ids, --url, --canary; it computes a plain document",
         "--questions, --held-out, --refine, --accept need --compact; they are for a compaction",
         "--refine needs --questions; without any it made cartridges that answer less",
-        "--lora excludes --url; a server has the base model compute",
-        "--no-compare needs --url; it has a server compute the KV",
+        "--url excludes --model, --lora, --canary, --chat-template, --chunk-size, --max-model-len; the server has its own",
         "--from needs --compact or --payload; say how short, or int8",
         "--from excludes --url, --canary, --model, --lora; with --payload int8 nothing is computed"
-        if given["from_"] and not given["compact"] else "build needs --model",
+        if given["from_"] and not given["compact"] else "build needs --model or --url",
     )  # fmt: skip
 
 
@@ -283,22 +275,18 @@ def _compact(registry: Registry, before: Manifest | None, source: Path | None, g
 
 
 def _read(
-    model: CausalModel, server: Server | None, document: Any, token_ids: Path | None, messages: Path | None,
-    chat: str | None, template: Path | None, arguments: str,
+    model: CausalModel, document: Any, token_ids: Path | None, messages: Path | None, chat: str | None,
+    template: Path | None, arguments: str,
 ) -> Document:  # fmt: skip
-    """Return the tokens to build from, and where they came from. A server makes those of messages by its own template."""
+    """Return the tokens to build from, and where they came from."""
     from blake3 import blake3
 
-    from ..make.capture import conversation_ids
     from ..make.chat import read_chat
-    from ..make.document import Document, read_document, read_ids
+    from ..make.document import read_document, read_ids
 
     if token_ids is not None:
         source = document or token_ids
         return read_ids(model, token_ids)._replace(path=source, blake3=blake3(source.read_bytes()).hexdigest())
-    if server is not None and messages is not None:
-        ids = conversation_ids(server, _json(messages.read_text(), messages))
-        return Document(messages, "", ids, blake3(messages.read_bytes()).hexdigest())
     if chat is None and messages is None:
         return read_document(model, document)
     if template is not None:

@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ..errors import UnsupportedEngine
+from ..errors import ArtifactError, UnsupportedEngine
 from .contract import CONTROL_METHOD
 from .host import CHAT, attribute, changed
 
@@ -124,14 +124,22 @@ def extend_models(state: Any, takes: Callable[[str], bool], answered: Callable[[
     return served
 
 
-async def tokenized(raw_request: Any, text: str) -> list[int]:
-    """Return the token ids that vLLM's `/tokenize` makes of a text. Raises `UnsupportedEngine` with its reason where it does not."""
-    from vllm.entrypoints.serve.tokenize.protocol import TokenizeCompletionRequest
+async def tokenized(raw_request: Any, **asked: Any) -> list[int]:
+    """Return the token ids that vLLM's `/tokenize` makes of a `prompt` or of `messages`.
+
+    Raises `ArtifactError` with its reason where it does not.
+    """
+    from vllm.entrypoints.serve.tokenize.protocol import TokenizeChatRequest, TokenizeCompletionRequest
+    from vllm.exceptions import VLLMValidationError
 
     handler = attribute(raw_request.app.state, "serving_tokenization")
-    reply = await handler.create_tokenize(TokenizeCompletionRequest(prompt=text), raw_request)
+    kind = TokenizeChatRequest if "messages" in asked else TokenizeCompletionRequest
+    try:
+        reply = await handler.create_tokenize(kind(**asked), raw_request)
+    except (ValueError, VLLMValidationError) as problem:
+        raise ArtifactError(str(problem)) from None
     if (error := getattr(reply, "error", None)) is not None:
-        raise UnsupportedEngine(error.message)
+        raise ArtifactError(error.message)
     return reply.tokens
 
 

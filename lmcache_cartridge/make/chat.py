@@ -11,12 +11,10 @@ import msgspec
 
 from ..artifact.chat import MAX_MESSAGES, Chat, Message
 from ..errors import ArtifactError
+from ..serve.chat import STAND_IN
 from .document import Document, check_fits, read_text
 from .model import CausalModel
 
-STAND_IN = 200
-"""Characters of a message that stand for it on servers. It is the end, so that a token that begins in the message and
-ends behind it is the same."""
 _CUT = 2
 """Tokens at the document's end that may be left to the request: the last may be one with what the template puts there."""
 _PROBES = (

@@ -153,8 +153,8 @@ class CausalModel:
                 raise
             raise UnsupportedModel(
                 f"{directory.name} is quantised ({quantised}), and transformers cannot compute it here "
-                f"({str(error).strip().partition(chr(10))[0][:200]}); `build --url URL --no-compare` has a server that "
-                "runs it compute the KV, without a canary"
+                f"({str(error).strip().partition(chr(10))[0][:200]}); `build --url URL` has a server that runs it "
+                "compute the KV"
             ) from error
         if missing := sorted(found["missing_keys"]):  # transformers warns, and draws them at random
             raise UnsupportedModel(

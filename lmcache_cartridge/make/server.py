@@ -133,10 +133,6 @@ class Server:
         """
         return self._ask("POST", path, read, json=body)
 
-    def content(self, path: str, body: dict[str, Any]) -> bytes:
-        """Return the bytes of a reply. Raises `SourceError` when the server cannot be reached or refuses."""
-        return self._request("POST", path, json=body).content
-
     def cartridge_ids(self, name: str) -> list[int]:
         """Return the token ids of a cartridge that it serves. Raises `SourceError`."""
         body = {"cartridges": [name]}
@@ -228,16 +224,20 @@ class Server:
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise SourceError(f"{self.url}{path}: {type(error).__name__} {error}") from error
 
-    def _request(self, method: str, path: str, **content: Any) -> httpx.Response:
-        reply = self.send(method, path, **content)
+    def request(self, method: str, path: str, **content: Any) -> httpx.Response:
+        """Return the reply. Raises `SourceError` when the server cannot be reached or refuses."""
+        return self.checked(self.send(method, path, **content))
+
+    def checked(self, reply: httpx.Response) -> httpx.Response:
+        """Return a reply of the server. Raises `SourceError` for one that is a refusal."""
         if not reply.is_success:
             hint = f"; its key is read from ${self._key}" if reply.status_code == 401 else ""
-            raise SourceError(f"{self.url}{path} answered {reply.status_code}: {reply.text[:300]}{hint}")
+            raise SourceError(f"{self.url}{reply.url.path} answered {reply.status_code}: {reply.text[:300]}{hint}")
         return reply
 
     def _ask(self, method: str, path: str, read: Callable[[Any], T], **content: Any) -> T:
         try:
-            found = self._request(method, path, **content).json()
+            found = self.request(method, path, **content).json()
         except ValueError as error:
             raise SourceError(f"{self.url}{path}: {type(error).__name__} {error}") from error
         try:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from fastapi import APIRouter, FastAPI, Query, Request, Response
-from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field
+from fastapi.responses import FileResponse, JSONResponse
+from pydantic import BaseModel, ConfigDict
 
 from ..engine import host_api
-from ..errors import CartridgeError, ManifestError, RegistryError
+from ..errors import ArtifactError, CartridgeError, ManifestError, RegistryError
 from ..library.quarantine import Quarantine
 from ..library.registry import Registry, RegistryEntry
+from .chat import begun
 from .contexts import Context, Patched, Posted
 from .http import current, error, tenants_of
 from .request import Reference, Refusal, without_paths
@@ -26,17 +29,6 @@ if TYPE_CHECKING:
 _ACTIONS = ("preload", "pin", "unpin", "evict")
 _PAGE_ROWS = 1000
 """Most cartridges that one answer lists."""
-
-
-class Wanted(BaseModel):
-    """What KV a client fetches: so many tokens of the request that it named `name`.
-
-    Without `chunk`: how many those are, and of which model.
-    """
-
-    name: str = Field("", max_length=128)
-    token_ids: list[int] = []
-    chunk: int | None = Field(None, ge=0)
 
 
 class Asked(BaseModel):
@@ -91,7 +83,7 @@ def add_routes(app: FastAPI, admission: Admission, drain: Drain) -> None:
 
     def maker() -> Maker:
         if admission.maker is None:
-            raise Refusal(403, "clients may have nothing made here; the setting `contexts` allows it")
+            raise Refusal(403, "clients may have nothing made here; --l1-bytes and the setting `contexts` allow it")
         return admission.maker
 
     async def made(name: str) -> Context:
@@ -103,13 +95,27 @@ def add_routes(app: FastAPI, admission: Admission, drain: Drain) -> None:
     @router.post("")
     async def post(posted: Posted, request: Request) -> Any:
         """Have a cartridge made of a text."""
-        text, ids = posted.document, posted.token_ids or []
-        if (text is None) == (posted.token_ids is None):
-            raise Refusal(400, "give one of `document` and `token_ids`")
-        if text and text.strip():
-            ids = await host_api.tokenized(request, text)
-        context = await maker().post(ids, posted, tenants_of(posted.cache_salt, current().api_key)[0])
+        text, ids, chat = posted.document, posted.token_ids or [], None
+        if [text, posted.messages, posted.token_ids].count(None) != 2:
+            raise Refusal(400, "give one of `document`, `messages` and `token_ids`")
+        tokenized = partial(host_api.tokenized, request)
+        try:
+            if posted.messages is not None:
+                ids, chat = await begun(tokenized, posted.messages, posted.chat_template_kwargs)
+            elif text and text.strip():
+                ids = await tokenized(prompt=text)
+        except (ArtifactError, KeyError, msgspec.ValidationError) as error:
+            raise Refusal(400, f"the text is not taken: {error}") from None
+        context = await maker().post(ids, posted, tenants_of(posted.cache_salt, current().api_key)[0], chat)
         return JSONResponse(context.shown, 200 if context.digest else 202)
+
+    @router.get("/{name}/files/{file}")
+    async def part(name: str, file: str) -> Any:
+        """Send a file of a context."""
+        root = maker().root(await made(name))
+        if (path := root / file) in root.iterdir():
+            return FileResponse(path)
+        raise Refusal(404, "a context has no such file")
 
     @router.patch("/{name}")
     async def patch(name: str, patched: Patched) -> Any:
@@ -142,19 +148,6 @@ def add_routes(app: FastAPI, admission: Admission, drain: Drain) -> None:
         current().tenants = tenants_of((asked.model_extra or {}).get("cache_salt"), current().api_key)
         selection = await admission.resolve(references) if references else None
         return {"token_ids": list(selection.token_ids) if selection else []}
-
-    @router.post("/capture")
-    async def capture(wanted: Wanted) -> Any:
-        allow()
-        if wanted.chunk is None:
-            (numbers, *_), (served, *_) = [await admission.client.ask(what) for what in ("numbers", "fingerprint")]
-            return {"chunk_tokens": numbers["chunk_tokens"], "fingerprint": served}
-        ranks = await admission.client.ask("captured", wanted.name, wanted.token_ids, wanted.chunk)
-        if None in ranks:
-            raise Refusal(
-                409, f"LMCache has not saved chunk {wanted.chunk} of the request: give --l1-bytes more than its KV has"
-            )
-        return Response(b"".join(ranks), media_type="application/octet-stream")
 
     @router.post("/{name}/{action}")
     async def act(name: str, action: str) -> Any:

@@ -7,8 +7,12 @@ from typing import Any
 import msgspec
 
 from ..artifact.chat import Chat
+from ..errors import ArtifactError
 from .request import Refusal
 
+STAND_IN = 200
+"""Characters of a message that stand for it on servers. It is the end, so that a token that begins in the message and
+ends behind it is the same."""
 BEHIND = "behind"
 """Key of an engine's input whose ids are what comes behind a cartridge's messages, as they are."""
 _OTHERWISE = (
@@ -19,6 +23,27 @@ _OTHERWISE = (
 _NOT_RENDERED = (
     "this model's messages are rendered without a chat template; a cartridge of a chat does not go with that"
 )
+
+
+async def begun(tokenized: Any, messages: Any, arguments: Any) -> tuple[list[int], Chat]:
+    """Return the ids that a chat template makes of messages, by what vLLM's `/tokenize` does, and how servers go on with them.
+
+    Raises `ArtifactError` where those are not the first ids of a conversation that goes on, and `KeyError` or msgspec's
+    `ValidationError` for what are no messages.
+    """
+    short = [each | {"content": each["content"][-STAND_IN:]} for each in messages]
+    asked = {"role": "user", "content": "Hi"}
+    ids, whole, prefix, shown = [
+        await tokenized(messages=found, chat_template_kwargs=arguments, add_generation_prompt=False)
+        for found in (messages, [*messages, asked], short, [*short, asked])
+    ]
+    chat = msgspec.convert({"messages": short, "prefix": prefix, "arguments": arguments}, Chat)
+    if whole[: len(ids)] != ids or chat.behind(shown) != whole[len(ids) :]:
+        raise ArtifactError(
+            "the chat template does not begin a conversation that goes on with these messages as they are; try another role, or "
+            "end them with an assistant's"
+        )
+    return ids, chat
 
 
 def behind(chat: Chat, ids: list[int], bos: int | None) -> list[int]:

@@ -29,11 +29,14 @@ class Patched(BaseModel):
 
 
 class Posted(Patched):
-    """A text to be kept: one of `document` and `token_ids`."""
+    """A text to be kept: one of `document`, `messages` and `token_ids`."""
 
     ttl: float | None = 3600.0
     id: str | None = None
     document: str | None = None
+    messages: list[dict[str, str]] | None = None
+    """The first ones of a chat: role and content."""
+    chat_template_kwargs: dict[str, Any] = {}
     token_ids: list[int] | None = None
     cache_salt: str | None = None
 
@@ -44,7 +47,7 @@ class Context(NamedTuple):
     id: str
     tenant: str
     key: str
-    """Digest of the tenant and the tokens."""
+    """Digest of the tenant, the tokens and the chat that they begin."""
     created_at: float
     expires_at: float
     """When it is removed. While it is made that is soon, and put off again and again."""

@@ -17,6 +17,7 @@ import numpy as np
 from blake3 import blake3
 from vllm.logger import init_logger
 
+from ..artifact.chat import Chat
 from ..artifact.manifest import Provenance, check_id
 from ..artifact.model import Fingerprint
 from ..artifact.writing import ArtifactWriter
@@ -53,9 +54,9 @@ class Maker:
 
     async def start(self) -> None:
         """Make what is needed. Raises `UnsupportedEngine` where KV cannot be had."""
-        config, library = self._engine.vllm_config, self._settings.library
-        engines, role = config.parallel_config.data_parallel_size, config.kv_transfer_config.kv_role
-        if library or engines > 1 or role == "kv_consumer":
+        config = self._engine.vllm_config
+        several = config.parallel_config.data_parallel_size > 1
+        if self._settings.library or several or config.kv_transfer_config.kv_role == "kv_consumer":
             raise UnsupportedEngine(
                 "contexts: LMCache has to save (--l1-bytes), in the one engine of a server, and beside no published library"
             )
@@ -63,15 +64,12 @@ class Maker:
         self._registry = Registry(self._settings.registry_path)
         self.table.create()
 
-    async def post(self, ids: list[int], posted: Posted, tenant: str) -> Context:
-        """Have a context made of some tokens, unless there is one, and wait a while. Raises `Refusal` and `CartridgeError`."""
-        if not 0 < len(ids) <= self._longest or not 0 <= min(ids) <= max(ids) < self._model.vocab_size:
-            raise Refusal(
-                400,
-                f"a context has 1 to {self._longest} tokens, each below {self._model.vocab_size}; this has {len(ids)}",
-            )
-        self.check(posted)
-        context, _ = await self._begun(ids, posted, tenant)
+    async def post(self, ids: list[int], posted: Posted, tenant: str, chat: Chat | None) -> Context:
+        """Have a context made of some tokens, maybe a chat's first ones, unless there is one, and wait a while.
+
+        Raises `Refusal` and `CartridgeError`.
+        """
+        context, _ = await self._begun(ids, posted, tenant, chat)
         if context.digest:
             return await asyncio.to_thread(self.patch, context, posted)
         if making := self._making.get(context.id):
@@ -79,11 +77,14 @@ class Maker:
             return making.result() if done else context
         return context
 
-    async def _begun(self, ids: list[int], posted: Posted, tenant: str) -> tuple[Context, bool]:
+    async def _begun(
+        self, ids: list[int], posted: Posted, tenant: str, chat: Chat | None = None
+    ) -> tuple[Context, bool]:
         """Return the context of some tokens, and whether it was none and is made from now on. Raises as `post` does."""
-        context, is_new = await asyncio.to_thread(self._add, ids, posted, tenant)
+        self.check(posted)
+        context, is_new = await asyncio.to_thread(self._add, ids, posted, tenant, chat)
         if is_new:
-            self._making[context.id] = task = asyncio.create_task(self._make(context, ids, posted))
+            self._making[context.id] = task = asyncio.create_task(self._make(context, ids, posted, chat))
             task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         return context, is_new
 
@@ -116,10 +117,15 @@ class Maker:
         if patched.ttl is not None and not 0 < patched.ttl <= self._settings.contexts_ttl_s:
             raise Refusal(400, f"ttl is above 0 seconds, {self._settings.contexts_ttl_s:g} at most")
 
-    def _add(self, ids: list[int], posted: Posted, tenant: str) -> tuple[Context, bool]:
+    def _add(self, ids: list[int], posted: Posted, tenant: str, chat: Chat | None) -> tuple[Context, bool]:
         """Return the context of some tokens, and whether it is a new one. Raises `Refusal` and `CartridgeError`."""
+        if not 0 < len(ids) <= self._longest or not 0 <= min(ids) <= max(ids) < self._model.vocab_size:
+            raise Refusal(
+                400,
+                f"a context has 1 to {self._longest} tokens, each below {self._model.vocab_size}; this has {len(ids)}",
+            )
         now, name = time.time(), posted.id
-        key = blake3(tenant.encode() + np.array(ids, "<u4").tobytes()).hexdigest()
+        key = blake3(tenant.encode() + np.array(ids, "<u4").tobytes() + str(chat or "").encode()).hexdigest()
         for there in map(Context._make, self._run(_LIVING, key, name, now)):
             if there.key != key or name not in (None, there.id):
                 raise Refusal(409, f"{there.id} is in use, or has this text; choose another id, or delete it first")
@@ -165,12 +171,12 @@ class Maker:
             self._run("UPDATE contexts SET expires_at = ? WHERE id = ?", context.expires_at, context.id)
         return context
 
-    async def _make(self, context: Context, ids: list[int], posted: Posted) -> Context:
+    async def _make(self, context: Context, ids: list[int], posted: Posted, chat: Chat | None) -> Context:
         """Make a context and return it; what was not made is soon removed. Raises `Refusal` and `CartridgeError`."""
         try:
             async with self._turn:
-                context = await self._written(context, ids)
-            await asyncio.to_thread(self._registry.register, self._root(context))
+                context = await self._written(context, ids, chat)
+            await asyncio.to_thread(self._registry.register, self.root(context))
             await asyncio.to_thread(
                 self._run, "UPDATE contexts SET digest = ?, bytes = ?, done = tokens WHERE id = ?", context.digest, context.bytes,
                 context.id,
@@ -185,16 +191,17 @@ class Maker:
         finally:
             del self._making[context.id]
 
-    def _root(self, context: Context) -> Path:
+    def root(self, context: Context) -> Path:
+        """Return where a context lies."""
         # The same text again lies where it lay: workers look there for KV of its digest that they have just heard of.
         return self._settings.contexts_dir / context.key / "1"
 
-    async def _written(self, context: Context, ids: list[int]) -> Context:
+    async def _written(self, context: Context, ids: list[int], chat: Chat | None) -> Context:
         """Have the engine compute some tokens, write what it has, and try that. Raises `CartridgeError` and `Refusal`."""
-        name, root, engine = uuid.uuid4().hex, self._root(context), self._engine
+        name, root, engine = uuid.uuid4().hex, self.root(context), self._engine
         with ArtifactWriter(
             root, cartridge_id=context.id, version=1, kind="prefill", fingerprint=self._model, token_ids=np.array(ids),
-            chunk_tokens=self.chunk,
+            chunk_tokens=self.chunk, chat=chat,
         ) as writer:  # fmt: skip
             async for raw in heads(engine, self._admission.client, ids, name, self._model, self.chunk):
                 await asyncio.to_thread(writer.write, raw)
@@ -224,7 +231,7 @@ class Maker:
         Requests that have it in memory end as they began, and others compute its text.
         """
         self._run("UPDATE contexts SET expires_at = 0 WHERE id = ?", context.id)
-        root = self._root(context)
+        root = self.root(context)
         with suppress(CartridgeNotFound):
             if self._registry.find(f"{context.id}@1").location == str(root.resolve()):
                 self.patch(context, Patched(labels=[]))

@@ -399,7 +399,7 @@ def test_what_cannot_be_is_said_in_one_line(
         ("--document x --chat system --compact 4x", "--compact excludes --chat"),
         ("--document x --token-ids x.json --compact 4x", "--compact excludes"),
         ("--document x --url http://x --compact 4x", "--compact excludes"),
-        ("--document x --compact 4x --no-compare", "--compact excludes"), ("--document x --no-compare", "--no-compare needs --url"),
+        ("--document x --url http://x", "--url excludes --model"),
         ("--document x --refine 3", "need --compact"), ("--document x --accept 0.5", "need --compact"),
         ("--document x --compact 4x --refine 100", "--refine needs --questions"), ("--document x --compact 4x --canary x", "--canary"),
         ("--document x --compact 2048", "give fewer"), ("--messages x.json", "x.json has 0 messages"),

@@ -74,7 +74,7 @@ def test_a_model_that_transformers_cannot_compute_is_refused_with_the_way_to_bui
     assert main(["build", "--home", str(tmp_path), "--model", str(model), "--document", sheet, "--id", "a"])
     said = capsys.readouterr().err
     assert f"{form} is quantised ({NAMES[form]}), and transformers cannot compute it here" in said
-    assert NEEDS[form] in said and "`build --url URL --no-compare`" in said
+    assert NEEDS[form] in said and "`build --url URL`" in said
     assert not (tmp_path / "cartridges").exists()
 
 

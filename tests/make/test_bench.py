@@ -497,9 +497,9 @@ def test_no_request_waits_for_a_connection_of_its_client(monkeypatch: pytest.Mon
     with Web(("127.0.0.1", 0), handler) as web:
         threading.Thread(target=web.serve_forever, args=(0.05,), daemon=True).start()
         with Server(f"http://127.0.0.1:{web.server_port}", "m", 50.0) as server:
-            run_threads(count, lambda number: server.content("/v1/completions", {}), timeout_s=60)
+            run_threads(count, lambda number: server.request("POST", "/v1/completions", json={}), timeout_s=60)
             monkeypatch.setattr(time, "monotonic", lambda: clock() + 600)
-            run_threads(count, lambda number: server.content("/v1/completions", {}), timeout_s=60)
+            run_threads(count, lambda number: server.request("POST", "/v1/completions", json={}), timeout_s=60)
         assert len(handler.connections) == count
         web.shutdown()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,9 +24,10 @@ from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.cli.recall import MODEL_DIR, SHEETS_DIR
 from lmcache_cartridge.errors import ArtifactError, ManifestError
 from lmcache_cartridge.library.registry import Registry
-from lmcache_cartridge.make.chat import STAND_IN, question_ids, read_chat, render
+from lmcache_cartridge.make.chat import question_ids, read_chat, render
 from lmcache_cartridge.make.document import read_ids
 from lmcache_cartridge.make.model import CausalModel
+from lmcache_cartridge.serve.chat import STAND_IN, begun
 from lmcache_cartridge.serve.request import Refusal
 from lmcache_cartridge.settings import from_mapping
 
@@ -124,6 +126,34 @@ def test_a_template_whose_tokens_are_no_beginning_is_refused_with_the_reason(
 ) -> None:
     with pytest.raises(ArtifactError, match=reason):
         render(_model(tokenizer, template), [Message(role, SHEET)], {})
+
+
+def _begun(tokenizer: Any, template: str, messages: list[Message]) -> tuple[list[int], Chat]:
+    """Return what a server finds, which has tokens alone of its renderer."""
+    tokenizer.chat_template = template
+
+    async def tokenized(messages: Any, chat_template_kwargs: dict[str, Any], **how: Any) -> list[int]:
+        return _rendered(tokenizer, messages, **how, **chat_template_kwargs)
+
+    return asyncio.run(begun(tokenized, msgspec.to_builtins(messages), {}))
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_server_goes_on_with_what_its_own_template_makes(tokenizer: Any, name: str, end: str) -> None:
+    document = SHEET.strip() + end
+    first = [Message("system", document), Message("user", "Well?"), Message("assistant", "Yes.")]
+    ids, chat = _begun(tokenizer, TEMPLATES[name], first)
+    for contents in CONVERSATIONS:
+        later = msgspec.convert(_turns(contents), list[Message])
+        behind = chat.behind(_rendered(tokenizer, [*chat.messages, *later]))
+        assert [*ids, *(behind or [])] == _rendered(tokenizer, [*first, *later]), contents
+
+
+@pytest.mark.parametrize("template", [LAST, INSIDE, COUNTING])
+def test_a_server_refuses_messages_that_are_no_beginning(tokenizer: Any, template: str) -> None:
+    with pytest.raises(ArtifactError, match="does not begin a conversation that goes on"):
+        _begun(tokenizer, template, [Message("system", SHEET)])
 
 
 def test_a_date_that_is_given_goes_with_every_request(tokenizer: Any) -> None:

@@ -9,119 +9,31 @@ import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from cells import TP
-from matrix import PARALLEL
-from processor import noise
+from posting import CHUNK, KEYS, NOISE, ROUTE, Served, serving, write_wards
 from recall.ward import ask, encode
 from serving import SERVER_ARGS, Client, difference
 from waiting import until
-from wards import MODEL, Asker, Ward, patients, write_ward
+from wards import MODEL, Asker, Ward, content
 
 from lmcache_cartridge.artifact.reading import load_manifest
 from lmcache_cartridge.errors import UnsupportedEngine
 from lmcache_cartridge.library.registry import Registry
-from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.serve.launch import plan
 from lmcache_cartridge.serve.processes import ServerProcess
-from lmcache_cartridge.settings import Settings, from_mapping
+from lmcache_cartridge.settings import from_mapping
 
-CHUNK, NOISE = 256, noise(0.25)
-WARDS = ("first", "second", "third", "fourth")
-KEYS = ("one", "two")
-"""The server's API keys."""
-ROUTE = "/v1/cartridges"
 LARGEST = (8192 - 20) // CHUNK * CHUNK
 """Tokens of the largest context: questions of the canary stand behind it."""
 
 
-class Served(NamedTuple):
-    """A server, asked by two keys."""
-
-    asker: Asker
-    other: Asker
-    settings: Settings
-    wards: dict[str, Ward]
-    fault: Path
-    mode: str
-    log: Path
-    pid: int
-
-    def post(self, asker: Asker | None = None, **body: Any) -> Any:
-        return (asker or self.asker).http.post(ROUTE, json=body)
-
-    def made(self, **body: Any) -> dict[str, Any]:
-        """Post a context and return it once it is made."""
-        reply = self.post(**body)
-        assert reply.status_code in (200, 202), reply.text
-        found: list[Any] = [reply.json()]
-        salt = {"cache_salt": body["cache_salt"]} if "cache_salt" in body else {}
-
-        def is_made() -> bool:
-            if found[-1]["state"] != "making":
-                return True
-            found.append(self.get(found[0]["id"], **salt).json())
-            return False
-
-        until(is_made)
-        assert found[-1]["state"] in ("ready", "resident", "cold"), found[-1]
-        return found[-1]
-
-    def get(self, name: str = "", asker: Asker | None = None, **query: str) -> Any:
-        return (asker or self.asker).http.get(f"{ROUTE}/{name}" if name else ROUTE, params=query)
-
-    def named(self, asker: Asker | None = None, **query: str) -> set[str]:
-        return {each["id"] for each in self.get(asker=asker, **query).raise_for_status().json()["data"]}
-
-    def root(self, name: str) -> Path:
-        """Return where a context lies."""
-        root = Path(Registry(self.settings.registry_path, read_only=True).find(name).location)
-        assert root.is_relative_to(self.settings.contexts_dir) and root.exists()
-        return root
-
-    def places(self) -> set[Path]:
-        """Return every directory of a context, half made ones too."""
-        return set(self.settings.contexts_dir.glob("*/*"))
-
-    def right(self, name: str, ward: Ward, count: int = 8, **extra: Any) -> None:
-        """Ask facts behind a context, and see that each is answered right from its KV."""
-        for fact in ward.facts[:count]:
-            found = self.asker.complete(ask(fact, 0), name, **extra)
-            assert (found.text.strip(), found.cached_tokens >= len(ward.ids) // CHUNK * CHUNK) == (fact.value, True)
-
-
-@contextmanager
-def serving(
-    home: Path, wards: dict[str, Ward], mode: str, options: tuple[str, ...] = (), **settings: Any
-) -> Iterator[Served]:
-    """Serve a home, by a plugin that has no faults until a file names some."""
-    given = from_mapping({"home": home, "contexts": True, "ready_timeout_s": 600} | settings)
-    launch = plan(MODEL, given, vllm_args=[*SERVER_ARGS, *options, "--api-key", *KEYS], mode=mode, l1_bytes=256 << 20)
-    module = "lmcache_cartridge.engine.backend" if mode == "in-process" else "lmcache_cartridge.engine.l2"
-    faulty = "faulty" if mode == "in-process" else "faulty_l2"
-    launch = launch._replace(
-        yaml=launch.yaml.replace(module, faulty),
-        lmcache=launch.lmcache and [word.replace(module, faulty) for word in launch.lmcache],
-    )
-    fault = home / "fault.json"
-    environment = PARALLEL | {
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]),
-        "FAULTY_FILE": str(fault),
-    }  # fmt: skip
-    with ExitStack() as stack:
-        server = stack.enter_context(ServerProcess(launch, home / "log", environment=environment))
-        one, two = (stack.enter_context(Asker(server.url, key)) for key in KEYS)
-        yield Served(one, two, given, wards, fault, mode, home / "log", server.pid)
-
-
 @pytest.fixture(scope="module")
 def wards() -> dict[str, Ward]:
-    model = CausalModel(MODEL)
-    return {name: write_ward(model, patients(i, len(WARDS)), name) for i, name in enumerate(WARDS)}
+    return write_wards()
 
 
 @pytest.fixture(scope="module", params=["in-process", "multiprocess"])
@@ -232,6 +144,22 @@ def test_whoever_made_a_context_alone_can_name_list_or_delete_it(served: Served,
     assert served.other.http.delete(f"{ROUTE}/{same['id']}").status_code in (200, 404)
 
 
+def test_messages_are_kept_as_the_beginning_of_a_chat(served: Served, first: dict[str, Any]) -> None:
+    ward = served.wards["first"]
+    body = {"messages": [{"role": "system", "content": ward.document.text}]}
+    made = served.made(**body, id="chat")
+    assert made["digest"] != first["digest"], "requests go on with them otherwise"
+    served.chats_right("chat", ward, 12)
+    manifest = load_manifest(served.root("chat"))
+    assert [(each.role, each.content) for each in manifest.chat.messages] == [("system", ward.document.text[-200:])]
+    assert served.post(**body).json()["id"] == "chat"
+    turns = [{"role": "user", "content": content(ward.facts[0])}, {"role": "assistant", "content": ward.facts[0].value}]
+    served.made(messages=[*body["messages"], *turns], id="turns", chat_template_kwargs={"tools": None})
+    served.chats_right("turns", ward, 4)
+    for name in ("chat", "turns"):
+        assert served.asker.http.delete(f"{ROUTE}/{name}").status_code == 200
+
+
 def test_a_prompt_that_begins_with_the_text_is_not_answered_from_it(served: Served, first: dict[str, Any]) -> None:
     ward = served.wards["first"]
     served.right(first["id"], ward, 2)
@@ -272,6 +200,8 @@ def test_what_cannot_be_a_context_is_refused_with_the_reason(served: Served, fir
         (400, {"document": text, "ttl": -1}, "ttl"), (400, {"document": text, "ttl": 366 * 86400}, "2.592e+06 at most"),
         (400, {"document": text, "id": "../x"}, "cannot be a cartridge id"), (400, {"document": text, "id": ""}, "id"),
         (400, {"document": text, "id": "a/b"}, "cannot be"), (400, {"document": text, "name": "x"}, "name"),
+        (400, {"document": text, "messages": [{"role": "user", "content": text}]}, "give one of"), (400, {"messages": []}, ""),
+        (400, {"messages": [{"role": "user"}]}, "content"), (400, {"messages": [{"role": "user", "content": [text]}]}, ""),
         (409, {"document": text, "id": first["id"]}, "in use"), (400, {"document": text, "labels": "book"}, ""),
         (409, {"document": served.wards["first"].document.text, "id": "elsewhere"}, f"{first['id']} is in use, or has this"),
     ):  # fmt: skip

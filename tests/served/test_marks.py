@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import pytest
 from cells import TP
+from posting import ROUTE, Served, serving
 from processor import noise
 from recall.ward import Fact
-from test_contexts import ROUTE, Served, serving
 from waiting import until
 from wards import MODEL, Asker, Ward, content, patients, write_ward
 

@@ -93,7 +93,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     for name in ("library", "disk_bytes", "disk_dir"):  # of a bucket and a volume
         del config["extra_config"][ours + name]
     config["extra_config"] |= {
-        ours + "module_path": "faulty", ours + "home": str(home), ours + "cpu_bytes": "1GiB", ours + "admin": True,
+        ours + "module_path": "faulty", ours + "home": str(home), ours + "cpu_bytes": "1GiB", ours + "contexts": True,
         ours + "drain_s": 0, ours + "plain_prompts": "all",
     }  # fmt: skip
     text = yaml.safe_dump(config)
@@ -191,15 +191,14 @@ def test_a_clients_tag_for_saving_is_read_and_its_tenancy_is_not(served: Served)
         assert served.asker.complete([*own, 9], **extra).cached_tokens == found
 
 
-def test_a_conversations_kv_as_the_server_computes_it_becomes_a_cartridge(
+def test_a_documents_kv_as_the_server_computes_it_becomes_a_cartridge(
     served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What transformers computes differs by rounding only, and the answers are those of the conversation itself."""
-    words = write_ward(served.model, patients(1, 5), "conversation").document.text
-    file = tmp_path / "messages.json"
-    file.write_text(json.dumps([{"role": "user", "content": words}]))
+    """What transformers computes differs by rounding only, and the answers are those of the document itself."""
+    file = tmp_path / "sheet.txt"
+    file.write_text(write_ward(served.model, patients(1, 5), "conversation").document.text)
     home = ["--home", str(served.settings.home), "--format", "json"]
-    asked = ["--model", MODEL, "--url", str(served.asker.http.base_url), "--messages", str(file)]
+    asked = ["--url", str(served.asker.http.base_url), "--document", str(file)]
     assert main(["build", *home, *asked, "--id", "conversation"]) == 0
     told = json.loads(capsys.readouterr().out)
     root = served.settings.cartridges_dir / "conversation" / "1"

@@ -1,0 +1,133 @@
+"""Remote: a cartridge that a running server makes of a text as a context, which is brought here and removed there."""
+
+from __future__ import annotations
+
+import shutil
+import time
+import uuid
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+from blake3 import blake3
+
+from ..artifact import files
+from ..artifact.bytesource import ByteRange, Seen, SmallFile
+from ..artifact.manifest import MAX_MANIFEST_BYTES, Manifest, decode
+from ..artifact.reading import MANIFEST
+from ..errors import SourceError, TruncatedPayload
+from ..sources.transfer import fetch
+from .document import read_text
+from .foreign.ids import read_ids
+from .progress import Progress, silent
+from .server import Server
+from .write import compress
+
+ROUTE = "/v1/cartridges"
+TTL_S = 300.0
+"""How long the server keeps what nobody fetches any more: whoever is killed leaves nothing there."""
+_POLL_S = 0.5
+_OFF = (403, 404, 405)
+"""What servers answer that make nothing for clients, or have no cartridges."""
+
+
+class Text(NamedTuple):
+    """What a server is to make a cartridge of: a text file, one of token ids, or one of messages."""
+
+    source: Any
+    """The file that the provenance names."""
+    token_ids: Path | None
+    messages: Any
+    role: str | None
+    """Of the document as a message."""
+    arguments: dict[str, Any]
+    """Of the chat template."""
+
+    def asked(self) -> dict[str, Any]:
+        """Return it as the server's route takes it. Raises `ArtifactError` for a file that has no such thing."""
+        if self.token_ids is not None:
+            return {"token_ids": read_ids(self.token_ids)}
+        _, text = read_text(self.source)
+        if self.messages is None and self.role is None:
+            return {"document": text}
+        said = self.messages if self.role is None else [{"role": self.role, "content": text}]
+        return {"messages": said, "chat_template_kwargs": self.arguments}
+
+
+def build(
+    server: Server, text: Text, root: Path, *, cartridge_id: str, version: int, encoding: str = "plain",
+    progress: Progress = silent,
+) -> Manifest:  # fmt: skip
+    """Have the server make a cartridge of a text, and bring it to `root`, every byte checked.
+
+    It is made under a salt of its own, so nobody else's context is used, changed or removed, though it had the same text.
+    What is stored in int8 here has no canary: the server asks of plain KV. Raises
+    `SourceError` where the server makes nothing, and `ArtifactError` for what cannot be stored; leaves nothing then.
+    Registers nothing.
+    """
+    own = {"cache_salt": uuid.uuid4().hex}
+    reply = server.send("POST", ROUTE, json=text.asked() | own | {"ttl": TTL_S})
+    if reply.status_code in _OFF:
+        raise SourceError(
+            f"{server.url} makes no cartridges for clients; it has to be `serve --l1-bytes BYTES --set contexts=true`"
+        )
+    found = server.checked(reply).json()
+    context = _Context(server, f"{ROUTE}/{found['id']}", own)
+    plain = root.with_name(f".{root.name}.{uuid.uuid4().hex}.plain")
+    try:
+        while found["state"] == "making":
+            progress("KV", found["done"], found["tokens"])
+            time.sleep(_POLL_S)
+            found = context.request("GET").json()
+        if found["error"] is not None:
+            raise SourceError(f"{server.url} made no cartridge: {found['error']}")
+        made = decode(context.read("", MANIFEST, MAX_MANIFEST_BYTES).data, server.url)
+        if made.digest != found["digest"]:
+            raise SourceError(f"{server.url} sent another cartridge than the one that it made")
+        digest = blake3(text.source.read_bytes()).hexdigest()
+        about = msgspec.structs.replace(made.provenance, document=text.source.name, document_blake3=digest)
+        made = msgspec.structs.replace(made, id=cartridge_id, version=version, provenance=about)
+        fetch(made, "", context, plain, progress, nullcontext())
+        if encoding == "int8":
+            return compress(plain, root, cartridge_id=cartridge_id, version=version, progress=progress)
+        plain.rename(root)
+        files.sync_directory(root.parent)
+        return made
+    finally:
+        shutil.rmtree(plain, ignore_errors=True)
+        with suppress(SourceError):
+            context.request("DELETE")
+
+
+class _Context:
+    """The files of a context on a server, as a `ByteSource`; each read of a part has it kept for `TTL_S` from then on."""
+
+    def __init__(self, server: Server, path: str, own: dict[str, str]) -> None:
+        self._server, self._path, self._own = server, path, own
+
+    def request(self, method: str, rest: str = "", **content: Any) -> Any:
+        """Return a reply about the context. Raises `SourceError`."""
+        return self._server.request(method, self._path + rest, params=self._own, **content)
+
+    def _part(self, file: str, where: ByteRange) -> Any:
+        return self.request("GET", f"/files/{file}", headers={"Range": f"bytes={where.start}-{where.end - 1}"})
+
+    def read_into(self, location: str, file: str, where: ByteRange, out: memoryview, seen: Seen | None = None) -> None:
+        self.request("PATCH", json={"ttl": TTL_S})
+        data = self._part(file, where).content
+        if len(data) != len(out):
+            raise TruncatedPayload(f"{self._server.url} sent {len(data)} bytes of {file} for {len(out)}")
+        out[:] = data
+
+    def read(self, location: str, file: str, limit_bytes: int, *, known: str | None = None) -> SmallFile:
+        return SmallFile(self.request("GET", f"/files/{file}").content, "")
+
+    def size(self, location: str, file: str) -> int:
+        return int(self._part(file, ByteRange(0, 1)).headers["content-range"].rpartition("/")[2])
+
+    def revision(self, location: str, file: str) -> str:
+        return ""
+
+    def close(self) -> None:
+        """Nothing to give back."""

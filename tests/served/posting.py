@@ -1,0 +1,123 @@
+"""A server that makes contexts, by a plugin that fails where a file says so, asked by two API keys."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from matrix import PARALLEL
+from processor import noise
+from recall.ward import ask
+from serving import SERVER_ARGS
+from templates import WARD
+from waiting import until
+from wards import MODEL, Asker, Ward, content, patients, write_ward
+
+from lmcache_cartridge.library.registry import Registry
+from lmcache_cartridge.make.model import CausalModel
+from lmcache_cartridge.serve.launch import plan
+from lmcache_cartridge.serve.processes import ServerProcess
+from lmcache_cartridge.settings import Settings, from_mapping
+
+CHUNK, NOISE = 256, noise(0.25)
+WARDS = ("first", "second", "third", "fourth")
+KEYS = ("one", "two")
+"""The server's API keys."""
+ROUTE = "/v1/cartridges"
+
+
+class Served(NamedTuple):
+    """A server, asked by two keys."""
+
+    asker: Asker
+    other: Asker
+    settings: Settings
+    wards: dict[str, Ward]
+    fault: Path
+    mode: str
+    log: Path
+    pid: int
+
+    def post(self, asker: Asker | None = None, **body: Any) -> Any:
+        return (asker or self.asker).http.post(ROUTE, json=body)
+
+    def made(self, **body: Any) -> dict[str, Any]:
+        """Post a context and return it once it is made."""
+        reply = self.post(**body)
+        assert reply.status_code in (200, 202), reply.text
+        found: list[Any] = [reply.json()]
+        salt = {"cache_salt": body["cache_salt"]} if "cache_salt" in body else {}
+
+        def is_made() -> bool:
+            if found[-1]["state"] != "making":
+                return True
+            found.append(self.get(found[0]["id"], **salt).json())
+            return False
+
+        until(is_made)
+        assert found[-1]["state"] in ("ready", "resident", "cold"), found[-1]
+        return found[-1]
+
+    def get(self, name: str = "", asker: Asker | None = None, **query: str) -> Any:
+        return (asker or self.asker).http.get(f"{ROUTE}/{name}" if name else ROUTE, params=query)
+
+    def named(self, asker: Asker | None = None, **query: str) -> set[str]:
+        return {each["id"] for each in self.get(asker=asker, **query).raise_for_status().json()["data"]}
+
+    def root(self, name: str) -> Path:
+        """Return where a context lies."""
+        root = Path(Registry(self.settings.registry_path, read_only=True).find(name).location)
+        assert root.is_relative_to(self.settings.contexts_dir) and root.exists()
+        return root
+
+    def places(self) -> set[Path]:
+        """Return every directory of a context, half made ones too."""
+        return set(self.settings.contexts_dir.glob("*/*"))
+
+    def chats_right(self, name: str, ward: Ward, count: int = 8) -> None:
+        """Do so in a chat."""
+        for fact in ward.facts[:count]:
+            found = self.asker.chat(content(fact), name)
+            assert (found.text.strip(), found.cached_tokens >= len(ward.ids) // CHUNK * CHUNK) == (fact.value, True)
+
+    def right(self, name: str, ward: Ward, count: int = 8, **extra: Any) -> None:
+        """Ask facts behind a context, and see that each is answered right from its KV."""
+        for fact in ward.facts[:count]:
+            found = self.asker.complete(ask(fact, 0), name, **extra)
+            assert (found.text.strip(), found.cached_tokens >= len(ward.ids) // CHUNK * CHUNK) == (fact.value, True)
+
+
+@contextmanager
+def serving(
+    home: Path, wards: dict[str, Ward], mode: str, options: tuple[str, ...] = (), **settings: Any
+) -> Iterator[Served]:
+    """Serve a home, by a plugin that has no faults until a file names some."""
+    given = from_mapping({"home": home, "contexts": True, "ready_timeout_s": 600} | settings)
+    template = home / "template.jinja"
+    template.write_text(WARD)
+    words = [*SERVER_ARGS, *options, "--chat-template", str(template), "--api-key", *KEYS]
+    launch = plan(MODEL, given, vllm_args=words, mode=mode, l1_bytes=256 << 20)
+    module = "lmcache_cartridge.engine.backend" if mode == "in-process" else "lmcache_cartridge.engine.l2"
+    faulty = "faulty" if mode == "in-process" else "faulty_l2"
+    launch = launch._replace(
+        yaml=launch.yaml.replace(module, faulty),
+        lmcache=launch.lmcache and [word.replace(module, faulty) for word in launch.lmcache],
+    )
+    fault = home / "fault.json"
+    environment = PARALLEL | {
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]),
+        "FAULTY_FILE": str(fault),
+    }  # fmt: skip
+    with ExitStack() as stack:
+        server = stack.enter_context(ServerProcess(launch, home / "log", environment=environment))
+        one, two = (stack.enter_context(Asker(server.url, key)) for key in KEYS)
+        yield Served(one, two, given, wards, fault, mode, home / "log", server.pid)
+
+
+def write_wards() -> dict[str, Ward]:
+    """Return four sheets without a patient in common."""
+    model = CausalModel(MODEL)
+    return {name: write_ward(model, patients(i, len(WARDS)), name) for i, name in enumerate(WARDS)}

@@ -1,0 +1,175 @@
+"""`build --url`: a running server makes a cartridge as a context, which is brought here and removed there. In both modes."""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from posting import KEYS, ROUTE, Served, serving, write_wards
+from waiting import until
+from wards import Ward
+
+from lmcache_cartridge.artifact.reading import load_manifest, load_token_ids, verify
+from lmcache_cartridge.cli.main import main
+from lmcache_cartridge.library.registry import Registry
+from lmcache_cartridge.settings import from_mapping
+
+
+@pytest.fixture(scope="module")
+def wards() -> dict[str, Ward]:
+    return write_wards()
+
+
+@pytest.fixture(scope="module", params=["in-process", "multiprocess"])
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, wards: dict[str, Ward]
+) -> Iterator[Served]:
+    with serving(tmp_path_factory.mktemp("home"), wards, request.param) as found:
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", KEYS[0])
+
+
+def _options(served: Served, home: Path, *options: str) -> list[str]:
+    return ["build", "--url", str(served.asker.http.base_url), "--home", str(home), *options]
+
+
+def _built(served: Served, home: Path, name: str, *options: str) -> Path:
+    """Build a cartridge, have the server serve it too, and return where it lies here."""
+    assert main(_options(served, home, "--id", name, *options)) == 0
+    root = Path(Registry(from_mapping({"home": home}).registry_path).find(name).location)
+    assert root.is_relative_to(home) and list(verify(root))
+    assert not served.places() and served.named().isdisjoint({name}), "it is left on the server"
+    Registry(served.settings.registry_path).register(root)
+    return root
+
+
+def test_a_document_that_a_server_made_answers_and_nothing_of_it_is_left_there(served: Served, tmp_path: Path) -> None:
+    ward, document = served.wards["first"], tmp_path / "sheet.txt"
+    document.write_text(ward.document.text)
+    root = _built(served, tmp_path, f"sheet-{served.mode}", "--document", str(document))
+    manifest = load_manifest(root)
+    assert load_token_ids(manifest, root).tolist() == ward.ids and len(manifest.canary.after) == 4
+    assert (manifest.name, manifest.provenance.document) == (f"sheet-{served.mode}@1", "sheet.txt")
+    served.right(manifest.id, ward, 12)
+    again = [*_options(served, tmp_path, "--id", manifest.id), "--document", str(document)]
+    assert main(again) == 0
+    assert len(Registry(from_mapping({"home": tmp_path}).registry_path).all()) == 1, (
+        "the same content is no new version"
+    )
+
+
+def test_token_ids_are_made_too_and_stored_in_int8(served: Served, tmp_path: Path) -> None:
+    ward = served.wards["second"]
+    (tmp_path / "ids.json").write_text(json.dumps(ward.ids))
+    root = _built(served, tmp_path, "small", "--token-ids", str(tmp_path / "ids.json"), "--payload", "int8")
+    manifest = load_manifest(root)
+    assert (manifest.payload.encoding, manifest.canary, manifest.provenance.document) == ("int8", None, "ids.json")
+    served.right("small", ward, 12)
+    assert [path.name for path in root.parent.iterdir()] == ["1"]
+
+
+@pytest.mark.parametrize("option", ["--chat", "--messages"])
+def test_the_first_messages_of_a_chat_go_on_by_the_servers_template(
+    served: Served, tmp_path: Path, option: str
+) -> None:
+    ward, file = served.wards["third"], tmp_path / "file"
+    said = [{"role": "system", "content": ward.document.text}]
+    file.write_text(json.dumps(said) if option == "--messages" else ward.document.text)
+    words = ["--messages", str(file)] if option == "--messages" else ["--chat", "system", "--document", str(file)]
+    root = _built(served, tmp_path, option[2:], *words)
+    assert load_manifest(root).chat is not None
+    served.chats_right(option[2:], ward, 12)
+
+
+def test_a_context_that_has_the_text_already_stays_as_it_is(served: Served, tmp_path: Path) -> None:
+    ward, document = served.wards["fourth"], tmp_path / "sheet.txt"
+    document.write_text(ward.document.text)
+    there = served.made(document=ward.document.text, id="mine")
+    try:
+        assert main(_options(served, tmp_path, "--id", "copy", "--document", str(document))) == 0
+        now = served.get("mine").json()
+        assert {name: now[name] for name in ("digest", "expires_at")} == {
+            name: there[name] for name in ("digest", "expires_at")
+        }
+        served.right("mine", ward, 4)
+        assert served.named() >= {"mine"} and len(served.places()) == 1
+    finally:
+        served.asker.http.delete(f"{ROUTE}/mine")
+
+
+def test_what_is_killed_half_way_leaves_nothing_on_the_server(served: Served, tmp_path: Path) -> None:
+    document = tmp_path / "sheet.txt"
+    document.write_text(served.wards["second"].document.text)
+    program = "import sys; from lmcache_cartridge.make import remote; from lmcache_cartridge.cli.main import main; "
+    program += "remote.TTL_S = 3; main(sys.argv[1:])"
+    words = _options(served, tmp_path, "--id", "killed", "--document", str(document))
+    served.fault.write_text(json.dumps({"capture_s": 1.0}))
+    try:
+        building = subprocess.Popen([sys.executable, "-c", program, *words])
+        until(served.places)
+        building.send_signal(signal.SIGKILL)
+        building.wait()
+    finally:
+        served.fault.unlink()
+    until(lambda: not served.places())
+    assert not (tmp_path / "cartridges").exists() or not list((tmp_path / "cartridges").glob("*/1"))
+
+
+def test_a_disk_that_is_full_leaves_nothing_here_or_there(
+    served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document, before = tmp_path / "sheet.txt", resource.getrlimit(resource.RLIMIT_FSIZE)
+    document.write_text(served.wards["first"].document.text)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, before[1]))
+    try:
+        assert main(_options(served, tmp_path, "--id", "large", "--document", str(document))) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "File too large" in capsys.readouterr().err
+    assert not list((tmp_path / "cartridges" / "large").iterdir()) and not served.places()
+
+
+def test_files_of_a_context_go_to_whoever_made_it_and_no_others(served: Served) -> None:
+    ward = served.wards["first"]
+    made = served.made(document=ward.document.text)
+    root = served.root(made["id"])
+    for file in ("manifest.json", "payload.safetensors", "token_ids.npy"):
+        sent = served.get(f"{made['id']}/files/{file}")
+        assert sent.status_code == 200 and sent.content == (root / file).read_bytes()
+        assert served.get(f"{made['id']}/files/{file}", served.other).status_code == 404
+    (root.parent / "secret").write_text("secret")
+    for file in (
+        "secret",
+        "..%2Fsecret",
+        "%2E%2E/secret",
+        "..%2F..%2F..%2Fregistry.sqlite",
+        "manifest.json%00",
+    ):
+        sent = served.get(f"{made['id']}/files/{file}")
+        assert sent.status_code == 404 and "secret" not in sent.text, file
+    for name in ("..%2F", f"{made['id']}%2F.."):
+        assert served.get(f"{name}/files/manifest.json").status_code == 404
+    assert served.asker.http.delete(f"{ROUTE}/{made['id']}").status_code == 200
+    assert served.get(f"{made['id']}/files/manifest.json").status_code == 404
+
+
+def test_a_text_that_a_server_does_not_take_is_refused_with_its_reason(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "ids.json").write_text(json.dumps([5] * 9000))
+    words = _options(served, tmp_path, "--id", "long", "--token-ids", str(tmp_path / "ids.json"))
+    assert main(words) == 1
+    assert "this has 9000" in capsys.readouterr().err
+    monkeypatch.setenv("VLLM_API_KEY", "wrong")
+    assert main(words) == 1
+    assert "401" in (said := capsys.readouterr().err) and "$VLLM_API_KEY" in said
