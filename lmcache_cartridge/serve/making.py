@@ -55,8 +55,8 @@ class Maker:
     async def start(self) -> None:
         """Make what is needed. Raises `UnsupportedEngine` where KV cannot be had."""
         config = self._engine.vllm_config
-        several = config.parallel_config.data_parallel_size > 1
-        if self._settings.library or several or config.kv_transfer_config.kv_role == "kv_consumer":
+        engines, role = config.parallel_config.data_parallel_size, config.kv_transfer_config.kv_role
+        if self._settings.library or engines > 1 or role == "kv_consumer":
             raise UnsupportedEngine(
                 "contexts: LMCache has to save (--l1-bytes), in the one engine of a server, and beside no published library"
             )
