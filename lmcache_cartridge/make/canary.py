@@ -2,15 +2,14 @@
 
 The answers are computed with the very KV that is served, and must say something about all of it. So there are several
 candidates, words of the document from many places among them; each chunk in turn is damaged, and as few questions are
-taken as notice every time. With `measured` that is done once for each length: what stands at the same places in the
-others is asked there, with what rounding and fp8 make of it.
+taken as notice every time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import torch
@@ -20,11 +19,10 @@ from ..errors import UnsupportedModel
 from ..memory.layout import DTYPES
 from ..memory.rope import rotate, shift
 from .model import CausalModel
+from .progress import Progress, silent
 
 ANSWER = 8
 """Tokens of an answer."""
-_SHORT = 3
-"""Those of an answer for which it is known how much rounding makes of its like."""
 TOP = 10
 """Likeliest tokens at each, to be compared."""
 _QUESTION = 12
@@ -45,84 +43,49 @@ _SEEN = 2.0
 """Damage that differs by so many bounds is noticed for sure."""
 
 
-class Measured(NamedTuple):
-    """The questions of one cartridge, by which candidates they are, and what was measured of them."""
-
-    after: dict[int, Asked]
-    behind: dict[int, Asked]
-    sensitivity: float
-
-
-Known = dict[object, Measured] | None
-"""What was measured of cartridges of each length, or nothing."""
-
-
 def make(
     model: CausalModel,
     kv: torch.Tensor,
     document: Sequence[int] | None,
     chunk_tokens: int,
     *,
-    int8: Callable[[], torch.Tensor] | None = None,
+    int8: torch.Tensor | None = None,
     questions: Sequence[list[int]] = (),
-    measured: Known = None,
+    progress: Progress = silent,
 ) -> ServedCanary | None:
     """Return the canary of canonical KV `[2, L, T, H, D]` as it is served, which `document` are the tokens of.
 
-    `questions` are further candidates. `int8` returns the KV as int8 gives it back: what that changes is measured for
-    `compress`, which has no model. `measured` is for cartridges of one model, made in one way: what is measured of the
-    first of each length, to a factor of two, goes there and holds for the others, which take ten short forward passes; not of
-    a model that routes tokens to experts, for which rounding turns over another token's way in each cartridge.
-    None where the model's context has no room for a question.
+    `questions` are further candidates. `int8` is the KV as int8 gives it back: what that changes is measured for
+    `compress`, which has no model. Takes some twenty short forward passes. None where the model's context has no room
+    for a question.
     """
     kv = kv.to(model.model.dtype)
     rows, positions = _candidates(model, document, questions), kv.shape[2]
     if not _fits(model, positions) or not rows:
         return None
+    progress("canary", 0, 2)
+    after, sensitivity = _best(model, kv, rows, _damages(kv, chunk_tokens))
+    if int8 is not None:
+        apart = _apart(model, int8.to(kv.dtype), after)
+        after = [msgspec.structs.replace(a, int8=round(float(n.mean()), 4)) for a, n in zip(after, apart, strict=True)]
+    progress("canary", 1, 2)
     twice = 2 * positions
     reach = twice // chunk_tokens * chunk_tokens or twice
     moved = _moved(model, kv, reach)
-    if measured is None or any("experts" in name for name, _ in model.model.named_modules()):
-        measured = {}
-    alike = len(rows), (3 * positions).bit_length(), moved is None
-    if (found := measured.get(alike)) is None:
-        after, sensitivity = _best(model, kv, rows, _damages(kv, chunk_tokens))
-        if int8 is not None:
-            for n, apart in zip(after, _apart(model, int8().to(kv.dtype), list(after.values())), strict=True):
-                after[n] = msgspec.structs.replace(after[n], int8=round(float(apart.mean()), 4))
-        behind = {} if moved is None else _best(model, moved, rows[:_BEHIND], _misplaced(model, moved, positions))[0]
-        measured[alike] = found = Measured(after, behind, round(sensitivity, 2))
-    else:
-        found = Measured(
-            _again(model, kv, rows, found.after), _again(model, moved, rows, found.behind), found.sensitivity
-        )
-    return ServedCanary(
-        tuple(found.after.values()), found.sensitivity, tuple(found.behind.values()),
-        reach if found.behind and reach < twice else None
-    )  # fmt: skip
-
-
-def _again(
-    model: CausalModel, kv: torch.Tensor | None, rows: Sequence[list[int]], like: Mapping[int, Asked]
-) -> dict[int, Asked]:
-    """Return the same candidates of another cartridge as are asked in `like`, and take over what was measured of them."""
-    if kv is None:
-        return {}
-    asked = _ask(model, kv, [rows[n] for n in like], _SHORT, _DRAWS[-1:])
-    for n, (each, old) in enumerate(zip(asked, like.values(), strict=True)):
-        answer = msgspec.structs.replace(each.answer, noise=max(old.answer.noise, each.answer.noise))
-        asked[n] = Asked(each.question, answer, old.int8, each.fp8)
-    return dict(zip(like, asked, strict=True))
+    behind = [] if moved is None else _best(model, moved, rows[:_BEHIND], _misplaced(model, moved, positions))[0]
+    progress("canary", 2, 2)
+    cut = reach if behind and reach < twice else None
+    return ServedCanary(tuple(after), round(sensitivity, 2), tuple(behind), cut)
 
 
 def _best(
     model: CausalModel, kv: torch.Tensor, rows: Sequence[list[int]], damages: Iterable[torch.Tensor]
-) -> tuple[dict[int, Asked], float]:
+) -> tuple[list[Asked], float]:
     """Return the fewest questions whose answers change with each damage, and by how many bounds the least one shows.
 
     With those that show most in engines whose KV cache is fp8: other questions may come out there as if they were damaged.
     """
-    asked = _ask(model, kv, rows, ANSWER, _DRAWS)
+    asked = _ask(model, kv, rows)
     apart = [[float(each.mean()) for each in _apart(model, damaged, asked)] for damaged in damages]
     seen, in_fp8 = (
         [[n / each.expected(in_fp8=fp8).bound for n, each in zip(row, asked, strict=True)] for row in apart]
@@ -130,7 +93,7 @@ def _best(
     )
     chosen = _choose(seen)
     chosen = list(dict.fromkeys([*chosen[: MAX_QUESTIONS - 1], *_choose(in_fp8), *chosen]))[:MAX_QUESTIONS]
-    return {n: asked[n] for n in chosen}, min(max(row[n] for n in chosen) for row in seen)
+    return [asked[n] for n in chosen], min(max(row[n] for n in chosen) for row in seen)
 
 
 def _moved(model: CausalModel, kv: torch.Tensor, reach: int) -> torch.Tensor | None:
@@ -171,36 +134,33 @@ def _fits(model: CausalModel, positions: int) -> bool:
     return not model.context_tokens or positions + _LONGEST + ANSWER <= model.context_tokens
 
 
-def _ask(
-    model: CausalModel, kv: torch.Tensor, rows: Sequence[list[int]], tokens: int, draws: Sequence[int]
-) -> list[Asked]:
-    """Return what follows each question after `kv`, up to the first token that rounding may turn into another.
-
-    Rounding is drawn as coarse as `draws` say, and what fp8 makes of the answers measured.
+def _ask(model: CausalModel, kv: torch.Tensor, rows: Sequence[list[int]]) -> list[Asked]:
+    """Return what follows each question after `kv`, up to the first token that rounding may turn into another, and what fp8
+    makes of it.
     """
-    asked = _greedy(model, kv, rows, tokens)
+    asked = _greedy(model, kv, rows)
     apart: list[list[torch.Tensor]] = []
     with rounding(model) as again:
-        for seed, coarse in enumerate(draws):
+        for seed, coarse in enumerate(_DRAWS):
             again(seed, coarse)
             apart.append(_apart(model, kv, asked))
     for place, (each, drawn) in enumerate(zip(asked, zip(*apart, strict=True), strict=True)):
         unsure = torch.stack(drawn).amax((0, 2)).tolist()
         ends = (n for n, top in enumerate(each.answer.logprobs, 1) if top[0] - top[1] < 3 * unsure[n - 1])
-        count = next(ends, tokens)
-        noise = max(float(found[:count].mean()) / coarse for found, coarse in zip(drawn, draws, strict=True))
+        count = next(ends, ANSWER)
+        noise = max(float(found[:count].mean()) / coarse for found, coarse in zip(drawn, _DRAWS, strict=True))
         answer = Expected(each.answer.tokens[:count], each.answer.logprobs[:count], round(max(noise, 1e-4), 4))
         asked[place] = Asked(each.question, answer)
     return _in_fp8(model, kv, asked)
 
 
 @torch.inference_mode()
-def _greedy(model: CausalModel, kv: torch.Tensor, rows: Sequence[list[int]], tokens: int) -> list[Asked]:
-    """Return the likeliest answer of so many `tokens` to each row after `kv`, whose noise is yet to be measured."""
+def _greedy(model: CausalModel, kv: torch.Tensor, rows: Sequence[list[int]]) -> list[Asked]:
+    """Return the likeliest answer to each row after `kv`, whose noise is yet to be measured."""
     found: dict[int, Asked] = {}
     for part in model.passes(rows, kv):
         cache, ids, steps = model.cache(kv, len(part)), torch.tensor([rows[n] for n in part], device=model.device), []
-        for _ in range(tokens):
+        for _ in range(ANSWER):
             logits = model.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
             steps.append(logits[..., : model.fingerprint.vocab_size].float().cpu().log_softmax(-1))
             ids = steps[-1].argmax(-1).to(model.device)

@@ -280,21 +280,13 @@ class CausalModel:
         return np.array([i for i, text in enumerate(texts) if text and i not in taken and not _MARK.fullmatch(text)])
 
     @torch.inference_mode()
-    def prefill(
-        self, ids: list[int], slice_tokens: int, then: Sequence[int] = (), tell: Callable[[torch.Tensor], Any] = id
-    ) -> Iterator[torch.Tensor]:
-        """Yield the canonical KV `[planes, L, T, H, D]` of each slice of up to `slice_tokens` tokens, in order.
-
-        The last pass goes on with the tokens `then`; the last call of `tell` has their float32 logits `[tokens, vocabulary]`.
-        """
+    def prefill(self, ids: list[int], slice_tokens: int) -> Iterator[torch.Tensor]:
+        """Yield the canonical KV `[planes, L, T, H, D]` of each slice of up to `slice_tokens` tokens, in order."""
         cache = DynamicCache()
         for start in range(0, len(ids), slice_tokens):
-            part = ids[start : start + slice_tokens]
-            more = then if start + slice_tokens >= len(ids) else ()
-            fed = torch.tensor([[*part, *more]], device=self.device)
-            out = self.model(input_ids=fed, past_key_values=cache, use_cache=True, logits_to_keep=len(more) + 1)
-            tell(out.logits[0, 1:].float().cpu())
-            yield self.canonical(cache, fed.shape[1])[:, :, : len(part)]
+            part = torch.tensor([ids[start : start + slice_tokens]], device=self.device)
+            self.model(input_ids=part, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            yield self.canonical(cache, part.shape[1])
 
     def canonical(self, cache: Any, last: int = 0) -> torch.Tensor:
         """Return what a transformers cache of one sequence has, at its `last` positions or at all, as canonical KV."""

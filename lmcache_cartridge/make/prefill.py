@@ -9,7 +9,7 @@ import torch
 from ..artifact.chat import Chat
 from ..artifact.manifest import Canary, Manifest, Provenance
 from ..errors import CanaryFailed
-from .canary import TEXTS, Known
+from .canary import TEXTS
 from .chat import question_ids
 from .document import Document, read_document
 from .model import CausalModel
@@ -30,29 +30,25 @@ def build(
     chunk_tokens: int = 256,
     canary: str = CANARY,
     encoding: str = "plain",
-    measured: Known = None,
     progress: Progress = silent,
 ) -> Manifest:
     """Write the KV of `document`, a text file or what was read of one, under `model` as an artefact at `root` and return its manifest.
 
     Before the artefact appears, the *canary* runs: the logits of `canary` after the KV as it is served are compared with
-    those that `canary` had behind the document when the KV was computed. Raises `CanaryFailed`, leaving nothing behind, unless
+    those of a plain forward pass over document and `canary`. Raises `CanaryFailed`, leaving nothing behind, unless
     the top token at its end is the same; `ArtifactError` for a document that is no text or empty, or longer than the
-    model's context. Registers nothing. For `measured` see `canary.make`.
+    model's context. Registers nothing.
     """
     read = read_document(model, document)
 
-    asked, plain = question_ids(model, canary, read.chat), list[torch.Tensor]()
-
     def checked(kv: torch.Tensor) -> Provenance:
-        result = passed_canary(model, asked, kv, plain[-1], canary, cartridge_id)
+        result = passed_canary(model, read.ids, kv, canary, cartridge_id, read.chat)
         return model.provenance("build", document=read.path.name, document_blake3=read.blake3, canary=result)
 
     return write_kv(
-        model, model.prefill(read.ids, chunk_tokens, asked, plain.append), root, checked, cartridge_id=cartridge_id, version=version,
+        model, model.prefill(read.ids, chunk_tokens), root, checked, cartridge_id=cartridge_id, version=version,
         positions=len(read.ids), token_ids=read.ids, chunk_tokens=chunk_tokens, encoding=encoding,
-        questions=questions(model, canary, read.chat), chat=read.chat, measured=measured,
-        progress=progress,
+        questions=questions(model, canary, read.chat), chat=read.chat, progress=progress,
     )  # fmt: skip
 
 
@@ -63,13 +59,14 @@ def questions(model: CausalModel, canary: str, chat: Chat | None) -> list[list[i
 
 
 def passed_canary(
-    model: CausalModel, asked: list[int], kv: torch.Tensor, plain: torch.Tensor, question: str, cartridge_id: str
+    model: CausalModel, ids: list[int], kv: torch.Tensor, question: str, cartridge_id: str, chat: Chat | None = None
 ) -> Canary:
-    """Compare the logits of the tokens `asked` after canonical KV with the `plain` ones, after the document itself.
+    """Compare the logits of `question` after canonical KV with those after the tokens `ids` themselves.
 
-    Raises `CanaryFailed` where the top token at the end is another.
+    In a `chat` the question is a user's message. Raises `CanaryFailed` where the top token at the end is another.
     """
-    after_kv = model.logits_after(kv, asked)
+    asked = question_ids(model, question, chat)
+    after_kv, plain = model.logits_after(kv, asked), model.logits(ids + asked, len(asked))
     apart = float((after_kv - plain).abs().max())
     if after_kv[-1].argmax() != plain[-1].argmax():
         raise CanaryFailed(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -40,7 +39,6 @@ def write_kv(
     questions: Sequence[list[int]] = (),
     chat: Chat | None = None,
     with_canary: bool = True,
-    measured: canary.Known = None,
     progress: Progress = silent,
 ) -> Manifest:
     """Write canonical KV, in chunks of `chunk_tokens` and of the model's dtype, as an artefact; return its manifest.
@@ -48,7 +46,7 @@ def write_kv(
     With `token_ids`, which have to be those of the KV, it is a prefill cartridge; without any a trained one, which
     carries `document_ids`. `questions`, as ids, are further ones that engines may be tried with; `chat` is how servers go on with the ids. `provenance` is asked
     for when the KV is written, with the KV as the cartridge gives it back; if it raises, nothing is left behind. Without
-    a canary the model computes nothing; for `measured` see `canary.make`.
+    a canary the model computes nothing.
     """
     shape = model.fingerprint
     with ArtifactWriter(
@@ -66,12 +64,10 @@ def write_kv(
         about = provenance(kv)
         if not with_canary:
             return writer.commit(about)
-        small = (
-            partial(as_served, kv, shape, "int8", chunk_tokens) if encoding == "plain" and shape.planes == 2 else None
-        )
+        small = as_served(kv, shape, "int8", chunk_tokens) if encoding == "plain" and shape.planes == 2 else None
         tokens = document_ids if token_ids is None else token_ids
         return writer.commit(
-            about, canary.make(model, kv, tokens, chunk_tokens, int8=small, questions=questions, measured=measured)
+            about, canary.make(model, kv, tokens, chunk_tokens, int8=small, questions=questions, progress=progress)
         )
 
 
