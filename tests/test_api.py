@@ -220,8 +220,9 @@ class ApiTests:
                 assert reply.injected + reply.had == reply.cached_tokens
 
     def test_a_server_that_makes_no_contexts_is_said_so_to_whoever_builds_by_it(
-        self, served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+        self, served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
+        monkeypatch.setenv("VLLM_API_KEY", KEY)
         (tmp_path / "x").write_text("A document.")
         where = ["--url", served.url, "--home", str(tmp_path)]
         assert main(["build", *where, "--id", "x", "--document", str(tmp_path / "x")]) == 1
