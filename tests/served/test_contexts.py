@@ -201,6 +201,7 @@ def test_what_cannot_be_a_context_is_refused_with_the_reason(served: Served, fir
         (400, {"document": text, "id": "../x"}, "cannot be a cartridge id"), (400, {"document": text, "id": ""}, "id"),
         (400, {"document": text, "id": "a/b"}, "cannot be"), (400, {"document": text, "name": "x"}, "name"),
         (400, {"document": text, "messages": [{"role": "user", "content": text}]}, "give one of"), (400, {"messages": []}, ""),
+        (400, {"messages": [{"role": role, "content": "x"} for role in ("user", "assistant") * 129]}, "256"),
         (400, {"messages": [{"role": "user"}]}, "content"), (400, {"messages": [{"role": "user", "content": [text]}]}, ""),
         (409, {"document": text, "id": first["id"]}, "in use"), (400, {"document": text, "labels": "book"}, ""),
         (409, {"document": served.wards["first"].document.text, "id": "elsewhere"}, f"{first['id']} is in use, or has this"),
