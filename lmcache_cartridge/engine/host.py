@@ -326,12 +326,17 @@ NAMES: dict[Part, dict[str, Callable[[Any], Any]]] = {
     "api": {
         "vllm.exceptions:GracefulHTTPError": lambda kind: str(kind("x", 400)) == "x",
         "vllm.exceptions:GenerationError": lambda kind: str(kind("x")) == "x",
+        "vllm.exceptions:VLLMValidationError": lambda kind: kind("x").args[0] == "x",
         "vllm.entrypoints.openai.completion.protocol:CompletionRequest": _reads(prompt="x"),
         "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest": _reads(**CHAT),
         "vllm.entrypoints.openai.responses.protocol:ResponsesRequest": _reads(input="x"),
         "vllm.entrypoints.anthropic.protocol:AnthropicMessagesRequest": _reads(**CHAT),
+        "vllm.entrypoints.anthropic.serving:AnthropicServingMessages.to_chat_completion_request": callable,
         "vllm.entrypoints.serve.tokenize.protocol:TokenizeCompletionRequest": lambda kind: (
             kind(prompt="x").prompt == "x"
+        ),
+        "vllm.entrypoints.serve.tokenize.protocol:TokenizeChatRequest": lambda kind: (
+            kind(messages=CHAT["messages"], add_generation_prompt=False, chat_template_kwargs={}).messages
         ),
         "vllm.v1.metrics.stats:PrefillStats": lambda kind: kind().num_external_cached_tokens == 0,
         "vllm.v1.engine:EngineCoreOutput.prefill_stats": lambda field: True,
