@@ -7,7 +7,6 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 from fastapi import APIRouter, FastAPI, Query, Request, Response
 from fastapi.responses import FileResponse, JSONResponse
 from pydantic import BaseModel, ConfigDict
@@ -104,7 +103,7 @@ def add_routes(app: FastAPI, admission: Admission, drain: Drain) -> None:
                 ids, chat = await begun(tokenized, posted.messages, posted.chat_template_kwargs)
             elif text and text.strip():
                 ids = await tokenized(prompt=text)
-        except (ArtifactError, KeyError, msgspec.ValidationError) as error:
+        except (ArtifactError, KeyError, TypeError) as error:
             raise Refusal(400, f"the text is not taken: {error}") from None
         context = await maker().post(ids, posted, tenants_of(posted.cache_salt, current().api_key)[0], chat)
         return JSONResponse(context.shown, 200 if context.digest else 202)

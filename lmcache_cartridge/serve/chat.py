@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from ..artifact.chat import Chat
+from ..artifact.chat import Chat, Message
 from ..errors import ArtifactError
 from .request import Refusal
 
@@ -28,8 +28,8 @@ _NOT_RENDERED = (
 async def begun(tokenized: Any, messages: Any, arguments: Any) -> tuple[list[int], Chat]:
     """Return the ids that a chat template makes of messages, by what vLLM's `/tokenize` does, and how servers go on with them.
 
-    Raises `ArtifactError` where those are not the first ids of a conversation that goes on, and `KeyError` or msgspec's
-    `ValidationError` for what are no messages, or too many.
+    Raises `ArtifactError` where those are not the first ids of a conversation that goes on, and `KeyError` or `TypeError` for
+    what are no messages.
     """
     short = [each | {"content": each["content"][-STAND_IN:]} for each in messages]
     asked = {"role": "user", "content": "Hi"}
@@ -37,7 +37,7 @@ async def begun(tokenized: Any, messages: Any, arguments: Any) -> tuple[list[int
         await tokenized(messages=found, chat_template_kwargs=arguments, add_generation_prompt=False)
         for found in (messages, [*messages, asked], short, [*short, asked])
     ]
-    chat = msgspec.convert({"messages": short, "prefix": prefix, "arguments": arguments}, Chat)
+    chat = Chat(tuple(Message(**each) for each in short), tuple(prefix), arguments)
     if [*ids, *(chat.behind(shown) or [])] != whole:
         raise ArtifactError(
             "the chat template does not begin a conversation that goes on with these messages as they are; try another role, or "

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from ..artifact.chat import MAX_MESSAGES
 from ..errors import RegistryError
 from ..library.registry import RegistryEntry
 from .http import current
@@ -34,7 +35,7 @@ class Posted(Patched):
     ttl: float | None = 3600.0
     id: str | None = None
     document: str | None = None
-    messages: list[dict[str, str]] | None = None
+    messages: list[dict[str, str]] | None = Field(None, max_length=MAX_MESSAGES)
     """The first ones of a chat: role and content."""
     chat_template_kwargs: dict[str, Any] = {}
     token_ids: list[int] | None = None
