@@ -35,7 +35,7 @@ class Posted(Patched):
     ttl: float | None = 3600.0
     id: str | None = None
     document: str | None = None
-    messages: list[dict[str, str]] | None = Field(None, max_length=MAX_MESSAGES)
+    messages: list[dict[str, str]] | None = Field(default=None, max_length=MAX_MESSAGES)
     """The first ones of a chat: role and content."""
     chat_template_kwargs: dict[str, Any] = {}
     token_ids: list[int] | None = None
