@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import random
 import re
+import select
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -39,11 +41,16 @@ class Gate:
     def __init__(self) -> None:
         self.open = threading.Event()
         self.waiting = 0
+        self.sent: list[str] = []
+        """The ranges of those who were still there when it opened: whoever has waited too long asks again."""
 
     def __call__(self, handler: Handler, answer: Sent) -> None:
-        if handler.headers.get("Range"):
+        if wanted := handler.headers.get("Range"):
             self.waiting += 1
             self.open.wait(60)
+            readable, _, _ = select.select([handler.connection], [], [], 0)
+            if not readable or handler.connection.recv(1, socket.MSG_PEEK):
+                self.sent.append(wanted)
         sound(handler, answer)
 
 
