@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 from matrix import PARALLEL
 from processor import noise
 from recall.ward import ask
@@ -117,7 +118,17 @@ def serving(
         yield Served(one, two, given, wards, fault, mode, home / "log", server.pid)
 
 
-def write_wards() -> dict[str, Ward]:
-    """Return four sheets without a patient in common."""
+@pytest.fixture(scope="module")
+def wards() -> dict[str, Ward]:
+    """Four sheets without a patient in common."""
     model = CausalModel(MODEL)
     return {name: write_ward(model, patients(i, len(WARDS)), name) for i, name in enumerate(WARDS)}
+
+
+@pytest.fixture(scope="module", params=["in-process", "multiprocess"])
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, wards: dict[str, Ward]
+) -> Iterator[Served]:
+    """A server in each mode."""
+    with serving(tmp_path_factory.mktemp("home"), wards, request.param) as found:
+        yield found

@@ -7,31 +7,19 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
+import posting
 import pytest
-from posting import KEYS, ROUTE, Served, serving, write_wards
+from posting import KEYS, ROUTE, Served
 from waiting import until
-from wards import Ward
 
 from lmcache_cartridge.artifact.reading import load_manifest, load_token_ids, verify
 from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.settings import from_mapping
 
-
-@pytest.fixture(scope="module")
-def wards() -> dict[str, Ward]:
-    return write_wards()
-
-
-@pytest.fixture(scope="module", params=["in-process", "multiprocess"])
-def served(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, wards: dict[str, Ward]
-) -> Iterator[Served]:
-    with serving(tmp_path_factory.mktemp("home"), wards, request.param) as found:
-        yield found
+wards, served = posting.wards, posting.served
 
 
 @pytest.fixture(autouse=True)

@@ -12,9 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import posting
 import pytest
 from cells import TP
-from posting import CHUNK, KEYS, NOISE, ROUTE, Served, serving, write_wards
+from posting import CHUNK, KEYS, NOISE, ROUTE, Served, serving
 from recall.ward import ask, encode
 from serving import SERVER_ARGS, Client, difference
 from waiting import until
@@ -27,13 +28,10 @@ from lmcache_cartridge.serve.launch import plan
 from lmcache_cartridge.serve.processes import ServerProcess
 from lmcache_cartridge.settings import from_mapping
 
+wards = posting.wards
+
 LARGEST = (8192 - 20) // CHUNK * CHUNK
 """Tokens of the largest context: questions of the canary stand behind it."""
-
-
-@pytest.fixture(scope="module")
-def wards() -> dict[str, Ward]:
-    return write_wards()
 
 
 @pytest.fixture(scope="module", params=["in-process", "multiprocess"])

@@ -8,23 +8,21 @@ import random
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import posting
 import pytest
 from cells import TP
-from posting import ROUTE, Served, serving
+from posting import CHUNK, ROUTE, WARDS, Served, serving
 from processor import noise
 from recall.ward import Fact
 from waiting import until
-from wards import MODEL, Asker, Ward, content, patients, write_ward
+from wards import MODEL, Asker, Ward, content
 
-from lmcache_cartridge.make.model import CausalModel
+wards, served = posting.wards, posting.served
 
-CHUNK = 256
-WARDS = ("first", "second", "third", "fourth")
 MARK = {"cache_control": {"type": "ephemeral"}}
 
 
@@ -36,20 +34,6 @@ class Counted(NamedTuple):
     read: int
     created: int
     used: str | None
-
-
-@pytest.fixture(scope="module")
-def wards() -> dict[str, Ward]:
-    model = CausalModel(MODEL)
-    return {name: write_ward(model, patients(i, len(WARDS)), name) for i, name in enumerate(WARDS)}
-
-
-@pytest.fixture(scope="module", params=["in-process", "multiprocess"])
-def served(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, wards: dict[str, Ward]
-) -> Iterator[Served]:
-    with serving(tmp_path_factory.mktemp("home"), wards, request.param) as found:
-        yield found
 
 
 def _events(reply: Any) -> list[dict[str, Any]]:
