@@ -271,16 +271,6 @@ def test_a_command_of_the_pages_does_what_it_says(shell: Shell, command: str) ->
         assert answer["choices"][0]["message"]["content"]
 
 
-def test_what_the_readme_types_in_python_works(shell: Shell) -> None:
-    [code] = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
-    done = subprocess.run(
-        [sys.executable, "-c", shell.own(code)], cwd=shell.directory, env=shell.environment, text=True,
-        capture_output=True, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip().endswith(" 1024")
-
-
 PASSES = " ".join((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split())
 
 

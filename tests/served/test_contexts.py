@@ -5,7 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +33,7 @@ from lmcache_cartridge.settings import from_mapping
 
 wards = posting.wards
 
+README = Path(__file__).parents[2] / "README.md"
 LARGEST = (8192 - 20) // CHUNK * CHUNK
 """Tokens of the largest context: questions of the canary stand behind it."""
 
@@ -67,6 +71,24 @@ def test_a_text_is_sent_once_and_then_answers_as_if_it_stood_in_the_prompt(
             far.append(difference(client.ask_with([first["id"]], question), client.computed([*ward.ids, *question])))
     assert max(far) < NOISE
     print(served.mode, "largest difference of logprobs", max(far))
+
+
+def test_what_the_readme_types_in_python_works(served: Served, tmp_path: Path) -> None:
+    [code] = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.M | re.S)
+    ward = served.wards["first"]
+    (tmp_path / "handbook.txt").write_text(ward.document.text)
+    for word, ours in (
+        ("http://localhost:8000", str(served.asker.http.base_url)),
+        ('"none"', repr(KEYS[0])),
+        ("./llama", MODEL),
+        ("How many days of leave?", content(ward.facts[0])),
+    ):
+        assert word in code
+        code = code.replace(word, ours)
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, text=True, capture_output=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    *said, cached = done.stdout.split()
+    assert (" ".join(said), int(cached)) == (ward.facts[0].value, len(ward.ids) // CHUNK * CHUNK)
 
 
 def test_the_same_text_again_is_the_same_context_and_costs_nothing(served: Served, first: dict[str, Any]) -> None:
