@@ -236,6 +236,11 @@ def let_go_of_hits(tracker: Any) -> None:
     tracker.num_vllm_hit_tokens = max(tracker.num_vllm_hit_tokens, tracker.num_lmcache_hit_tokens)
 
 
+def look_all_up(tracker: Any) -> None:
+    """Have LMCache look a request up from its first token on, whatever vLLM has of it."""
+    tracker.need_full_lookup = True  # LMCache 0.5.7
+
+
 def keep_from_saving(tracker: Any) -> None:
     """Have LMCache save nothing more of a request."""
     tracker.max_offload_tokens = 0

@@ -184,6 +184,8 @@ class CartridgeMPConnector(TellsTiers, InjectsWhole, LMCacheMPConnector):
         tracker.cache_salt = keys.salt
         if keys.own:
             host.rename_tokens(tracker, keys.renamed)
+        if positions_to_inject(request):  # found whole or not at all
+            host.look_all_up(tracker)
         # LMCache 0.5.6 knows skip_save in the workers only, and leaves out of its memory what lies behind this limit.
         if params.get(SKIP_SAVE) or tracker.request_id in self._unsaved:
             host.keep_from_saving(tracker)

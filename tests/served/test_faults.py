@@ -321,6 +321,21 @@ class FaultTests:
         Registry(served.settings.registry_path).remove(name)
         _everybody_else_is_served(served)
 
+    def test_what_vllm_forgot_of_a_cartridge_is_injected_behind_what_it_still_has(self, served: Served) -> None:
+        """vLLM takes a request's last blocks first. LMCache 0.5.7 looks up only what comes after those that are left."""
+        text = served.asker.http.get("/metrics").text
+        blocks, block = (int(re.search(rf'{name}="(\d+)"', text)[1]) for name in ("num_gpu_blocks", "block_size"))
+        for name, ward in served.sound.items():
+            question, salt = ask(ward.facts[0], 0), f"s{next(_salts)}"
+            first = served.asker.complete(question, name, cache_salt=salt)
+            others = (blocks - 1) * block - first.prompt_tokens // 2 // block * block  # one block is nobody's
+            while others > 0:
+                served.asker.complete([5] * min(others, 2048), cartridges=False, cache_salt=f"s{next(_salts)}")
+                others -= 2048
+            again = served.asker.complete(question, name, cache_salt=salt)
+            assert 0 < again.had < POSITIONS, "the control: vLLM has a part of it"
+            assert (again.text.strip(), again.had + again.injected) == (ward.facts[0].value, POSITIONS)
+
 
 class TestFaults(FaultTests):
     pass
