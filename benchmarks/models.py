@@ -45,7 +45,7 @@ _NOT_HERE = "not served here"
 _NO_IMPORT = "failed to be inspected", "No module named 'torchvision'"
 """What the log says then, all of it: an import may fail for other reasons, too."""
 _TRAINING = ("--steps", "4", "--set", "batch=4", "--set", "rate=0.02", "--accept", "0", "--set", "answer_tokens=4",
-             "--compress", "256", "--init", "first-k", "--set", "ask_as=text")  # fmt: skip
+             "--compress", "256", "--set", "init=first-k", "--set", "ask_as=text")  # fmt: skip
 
 
 class Row(NamedTuple):

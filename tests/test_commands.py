@@ -36,6 +36,7 @@ BY_OTHERS = {
     "lmcache-cartridge train --model ./llama --document handbook.txt --id handbook --compress 4x "
     "--questions questions.jsonl --no-promote": "make/test_train.py",
     "lmcache-cartridge build ./documents --model ./llama": "make/test_corpus.py",
+    "lmcache-cartridge train ./documents --model ./llama --compress 4x --self-study 400": "make/test_train_corpus.py",
     "lmcache-cartridge build notes.jsonl --model ./llama --ray auto --publish s3://cartridges/fleet": "make/test_cluster.py",
     "lmcache-cartridge evaluate handbook@2 --questions asked.jsonl --url http://localhost:8000 "
     "--output report": "make/test_evaluate.py",

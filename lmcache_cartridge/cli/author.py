@@ -6,22 +6,29 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from typer import Argument, Exit
+from typer import Argument
 
 from ..artifact.location import is_remote
 from ..errors import CartridgeError
+from .making import ONE, many
 from .options import (
     NAMED,
     Accept,
     ChunkSize,
+    Corpus,
     Device,
     Dtype,
     HeldOut,
+    Id,
     Lora,
     MaxModelLen,
+    Model,
     Name,
     NoPromote,
+    OneDocument,
     Payload,
+    Publish,
+    Ray,
     check,
     command,
     file,
@@ -32,11 +39,10 @@ from .options import (
     option,
     registry_of,
     root_of,
-    settings_of,
     stored,
     tell,
 )
-from .show import bar, bars, say, show, warn, working
+from .show import bars, say, show, warn, working
 
 if TYPE_CHECKING:
     from ..artifact.manifest import Manifest
@@ -50,14 +56,10 @@ USUAL_CHUNK = 256
 
 @command("build --model ./llama --document handbook.txt --id handbook")
 def build(
-    corpus: Annotated[
-        list[str],
-        Argument(help="many documents in place of --document and --id: text files, directories of them, patterns, or .jsonl "
-                      "files of {id, text}; ids are names without suffixes. What is there already is not made again"),
-    ] = [],  # noqa: B006  Typer copies it
-    id: Annotated[str | None, option("name of the cartridge; another content of it is a new version")] = None,
-    model: Annotated[str | None, option("directory or cached Hub id of a causal language model")] = None,
-    document: Annotated[Path | None, file("UTF-8 text file")] = None,
+    corpus: Corpus = [],  # noqa: B006  Typer copies it
+    id: Id = None,
+    model: Model = None,
+    document: OneDocument = None,
     chat: Annotated[
         str | None,
         option("the document is a message of this role, as `system`, in the model's chat template; what requests send as "
@@ -111,25 +113,20 @@ def build(
     max_model_len: MaxModelLen = None,
     device: Device = "auto",
     no_promote: NoPromote = False,
-    publish: Annotated[
-        str | None,
-        option("with many documents: a published library that they go to, s3://bucket/prefix or an absolute directory that "
-               "machines share (default: the registry of --home)", metavar="WHERE"),
-    ] = None,
-    ray: Annotated[
-        str | None,
-        option("with --publish: make them on this Ray cluster, HOST:PORT or auto; its machines have the model and this "
-               "package", metavar="ADDRESS"),
-    ] = None,
-) -> None:  # fmt: skip
+    publish: Publish = None,
+    ray: Ray = None,
+) -> int | None:  # fmt: skip
     """Make cartridges of documents, check and register them. Whole or compacted; or of a registered cartridge."""
     from ..artifact.manifest import check_id
 
     options: dict[str, Any] = {"dtype": dtype, "device": device, "lora": lora, "max_model_len": max_model_len}
     if corpus:
-        _build_corpus(corpus, locals())
-        return
-    check(locals(), "--publish, --ray need many documents; `publish` takes one", "build needs --id")
+        check(locals(), "--id, --document, --messages, --token-ids, --from, --url, --questions, --held-out, --refine, "
+              "--no-promote need one document, not many")  # fmt: skip
+        _check_build(locals() | {"document": corpus})
+        parsed = {"chat_arguments": _arguments(chat_arguments), "compact": length(compact) if compact else None}
+        return many(corpus, locals() | parsed)
+    check(locals(), ONE, "build needs --id")
     assert id is not None, "checked"
     check_id(id)
     _check_build(locals())
@@ -138,7 +135,7 @@ def build(
     made: dict[str, Any] = {"cartridge_id": id, "encoding": payload}
     if compact is not None:
         _compact(registry, before, source or document, locals())
-        return
+        return None
     version, root = next_version(id, registry)
     if source is not None:
         from ..make.write import compress
@@ -146,7 +143,7 @@ def build(
         with bars() as progress:
             manifest = compress(source, root, cartridge_id=id, version=version, progress=progress)
         finish(registry, manifest, root, promote=not no_promote, bytes_before=before and before.payload_bytes)
-        return
+        return None
     made["version"] = version
     if url is not None:
         from ..make import remote
@@ -180,38 +177,7 @@ def build(
         canary_max_abs_logit_difference=found and found.max_abs_logit_difference,
         canary_sensitivity=manifest.canary and manifest.canary.sensitivity, warnings=warnings,
     )  # fmt: skip
-
-
-def _build_corpus(places: list[str], given: dict[str, Any]) -> None:
-    """Carry out `build` of many documents; the exit status is 1 where one of them was not made."""
-    check(
-        given,
-        "--id, --document, --messages, --token-ids, --from, --url, --questions, --held-out, --refine, "
-        "--no-promote need one document, not many",
-        "--ray needs --publish; the cartridges lie on many machines",
-    )
-    _check_build(given | {"document": places})
-    from ..make.corpus import find
-
-    sources, rows = find(places)
-    given |= {
-        "chat_arguments": _arguments(given["chat_arguments"]),
-        "compact": given["compact"] and length(given["compact"]),
-    }
-    from ..make import batch, cluster
-
-    recipe = {name: given[name] for name in batch.Recipe.__slots__ if given[name] is not None}
-    how: Any = batch.Recipe(**recipe), sources, settings_of(library=given["publish"])
-    done = cluster.rows(given["ray"], *how) if given["ray"] else batch.rows(*how)
-    rows += bar(iterable=done, total=len(sources), unit=" documents")
-    failed, made = [row for row in rows if row.problem], sum(row.made for row in rows)
-    counted = f"{made} made, {len(rows) - made - len(failed)} there already, {len(failed)} failed"
-    show(
-        [row._asdict() for row in rows],
-        "\n".join([counted, *(f"{row.document}: {row.problem}" for row in failed)]),
-    )
-    if failed:
-        raise Exit(1)
+    return None
 
 
 def _check_build(given: dict[str, Any]) -> None:

@@ -1,15 +1,39 @@
-"""What `bench` and `validate` make cartridges with, for a server of their own or for one that follows `--home`."""
+"""What several commands make cartridges with: of many documents, or for a server of their own or one that follows `--home`."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from .options import load_model
+from .options import check, load_model, settings_of
+from .show import bar, show
 
 if TYPE_CHECKING:
     from ..make.model import CausalModel
     from ..make.trial.maker import Maker
     from ..settings import Settings
+
+
+ONE = "--publish, --ray need many documents; `publish` takes one"
+"""What holds where a command makes one cartridge."""
+
+
+def many(places: list[str], given: Mapping[str, Any]) -> int:
+    """Make the cartridges of all documents as `batch.Recipe` is given; return the exit status, 1 where one was not made."""
+    check(given, "--ray needs --publish; the cartridges lie on many machines")
+    from ..make.corpus import find
+
+    sources, rows = find(places)
+    from ..make import batch, cluster
+
+    recipe = {name: given[name] for name in batch.Recipe.__slots__ if given.get(name) is not None}
+    how: Any = batch.Recipe(**recipe), sources, settings_of(library=given["publish"])
+    done = cluster.rows(given["ray"], *how) if given["ray"] else batch.rows(*how)
+    rows += bar(iterable=done, total=len(sources), unit=" documents")
+    failed, made = [row for row in rows if row.problem], sum(row.made for row in rows)
+    counted = f"{made} made, {len(rows) - made - len(failed)} there already, {len(failed)} failed"
+    show([row._asdict() for row in rows], "\n".join([counted, *(f"{row.document}: {row.problem}" for row in failed)]))
+    return int(bool(failed))
 
 
 def maker_of(loaded: Any, settings: Settings, chunk: int, **more: Any) -> Maker:

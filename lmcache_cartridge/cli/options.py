@@ -58,8 +58,13 @@ _COMMON = [
 ]
 
 Name = Annotated[str, Argument(help=NAMED)]
-Id = Annotated[str, option("name of the cartridge; another content of it is a new version")]
-Model = Annotated[str, option("directory or cached Hub id of a causal language model")]
+Corpus = Annotated[
+    list[str],
+    Argument(help="many documents in place of --document and --id: text files, directories of them, patterns, or .jsonl "
+                  "files of {id, text}; ids are names without suffixes. What is there already is not made again"),
+]  # fmt: skip
+Id = Annotated[str | None, option("name of the cartridge; another content of it is a new version")]
+Model = Annotated[str | None, option("directory or cached Hub id of a causal language model")]
 Lora = Annotated[
     Path | None,
     option(
@@ -91,6 +96,17 @@ Library = Annotated[
     option("published library: s3://bucket/prefix, or an absolute directory that machines share (default: the registry of "
            "--home)", metavar="WHERE"),
 ]  # fmt: skip
+Publish = Annotated[
+    str | None,
+    option("with many documents: a published library that they go to, s3://bucket/prefix or an absolute directory that "
+           "machines share (default: the registry of --home)", metavar="WHERE"),
+]  # fmt: skip
+Ray = Annotated[
+    str | None,
+    option("with --publish: make them on this Ray cluster, HOST:PORT or auto; its machines have the model and this "
+           "package", metavar="ADDRESS"),
+]  # fmt: skip
+OneDocument = Annotated[Path | None, file("UTF-8 text file")]
 Url = Annotated[str | None, option("running server; its key is that in $VLLM_API_KEY")]
 ServerModel = Annotated[
     str | None,

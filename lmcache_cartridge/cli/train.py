@@ -7,13 +7,15 @@ import os
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from ..errors import CartridgeError
+from .making import ONE, many
 from .options import (
     Accept,
     AskAs,
     ChunkSize,
+    Corpus,
     Device,
     Dtype,
     HeldOut,
@@ -22,7 +24,10 @@ from .options import (
     Model,
     Name,
     NoPromote,
+    OneDocument,
     Payload,
+    Publish,
+    Ray,
     ServerModel,
     Url,
     assignment,
@@ -47,17 +52,22 @@ RECIPE: dict[str, int | float | tuple[str, ...]] = {
     "objective": ("distill", "next-token"), "top_k": 0, "batch": 1, "accumulate": 1, "rate": 0.0, "warmup": 0, "jitter": 0,
     "schedule": ("plateau", "cosine", "constant"), "check_every": 1, "patience": 0, "precision": ("float32", "bfloat16"),
     "seed": 0, "answer_tokens": 1, "ask_as": ("chat", "text"), "max_model_len": 1,
+    "init": ("compact", "sci", "first-k", "vocab", "random"),
 }  # fmt: skip
-"""What `--set` takes: what each may be, or the least number it may be."""
+"""What `--set` takes: what each may be, or the least number it may be. Training starts from `init`: the document compacted
+for the questions; KV of 64-token chunks sampled over it; of its first p tokens; of random vocabulary tokens; random N(0, 0.02).
+"""
 ANSWER_TOKENS = 64
 """Longest answer that `evaluate` asks for."""
 
 
 @command("train --model ./llama --document handbook.txt --id handbook --compress 4x --questions questions.jsonl")
 def train(
-    id: Id,
+    corpus: Corpus = [],  # noqa: B006  Typer copies it
+    *,
+    id: Id = None,
     model: Model,
-    document: Annotated[Path, file("UTF-8 text file")],
+    document: OneDocument = None,
     compress: Annotated[
         str, option("p as a fraction of the document's tokens, rounded to whole chunks: 4x; or p itself", "--compress", "--positions", metavar="4x")
     ],
@@ -72,12 +82,6 @@ def train(
         option("OpenAI-compatible server that writes them, not the model; its key is that in $WRITER_API_KEY, and its model that in $WRITER_MODEL, or the first it serves"),
     ] = None,
     held_out: HeldOut = None,
-    init: Annotated[
-        Literal["compact", "sci", "first-k", "vocab", "random"],
-        option("where training starts: the document compacted for the questions; KV of 64-token chunks sampled over it; KV "
-               "of its first p tokens; KV of random vocabulary tokens; random N(0, 0.02). The first position is the "
-               "document's own and stays"),
-    ] = "compact",
     steps: Annotated[
         int, option("at most; it ends before when the validation questions get no better", min=1)
     ] = 4000,
@@ -93,12 +97,20 @@ def train(
     payload: Payload = "plain",
     device: Device = "auto",
     no_promote: NoPromote = False,
-) -> None:  # fmt: skip
-    """Train a cartridge much shorter than its document. Registers it; interrupted, it goes on."""
+    publish: Publish = None,
+    ray: Ray = None,
+) -> int | None:  # fmt: skip
+    """Train cartridges much shorter than their documents. Registers them; interrupted, it goes on."""
     from ..artifact.manifest import check_id
 
-    check_id(id)
-    check(locals(), "train needs --questions or --self-study", "--writer-url needs --self-study; say how many")
+    if corpus:
+        check(locals(), "--questions, --held-out need one document, not many; of many --self-study has them written",
+              "--id, --document, --no-promote need one document, not many",
+              "train of many documents needs --self-study; say how many questions on each")  # fmt: skip
+    else:
+        check(locals(), ONE, "train needs --id", "train needs --document", "train needs --questions or --self-study")
+        check_id(id or "")
+    check(locals(), "--writer-url needs --self-study; say how many")
     values = {name: value for name, value in locals().items() if name not in ("set", "accept", "restart")} | _recipe(
         set
     )
@@ -115,10 +127,14 @@ def train(
 
     values |= {"chunk_tokens": chunk_size, "form": values.get("ask_as"), "writer_model": os.environ.get("WRITER_MODEL")}
     recipe = Recipe(**{name: values[name] for name in Recipe.__slots__ if name in values})
-    task = Task(**{name: values[name] for name in Task.__slots__ if name in values}, recipe=recipe)
+    task = {name: values[name] for name in Task.__slots__ if name in values} | {"recipe": recipe}
+    if corpus:
+        options = {name: task[name] for name in ("dtype", "device", "lora", "max_model_len") if name in task}
+        said = {"accept": accept, "restart": restart, "compact": length(compress), "options": options, "train": task}
+        return many(corpus, values | said)
     settings = settings_of()
     manifest = run(
-        task, settings, restart=restart, accept=ACCEPT if accept is None else accept, promote=not no_promote,
+        Task(**task), settings, restart=restart, accept=ACCEPT if accept is None else accept, promote=not no_promote,
         say=say, bar=bar,
     )  # fmt: skip
     training = manifest.provenance.training
@@ -129,6 +145,7 @@ def train(
         ended="all --steps are done" if training.steps == steps else "validation questions got no better",
         losses=str(settings.home / "training" / manifest.id / str(manifest.version) / "loss.jsonl"),
     )  # fmt: skip
+    return None
 
 
 def _recipe(words: list[str]) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from blake3 import blake3
@@ -33,10 +34,13 @@ from .gate import ACCEPT
 from .model import CausalModel
 from .train.initial import positions_of
 
+if TYPE_CHECKING:
+    from .trained import Trained
+
 
 @dataclass(slots=True, kw_only=True)
 class Recipe:
-    """What is made of each document, as `build` is told it for one."""
+    """What is made of each document, as `build` or `train` is told it for one."""
 
     model: str
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -52,6 +56,10 @@ class Recipe:
     compact: tuple[float | None, int | None] | None = None
     """By how much to compress, or to how many positions."""
     accept: float = ACCEPT
+    train: Mapping[str, Any] | None = None
+    """Of `Task`, but for the document and its id: it is trained to the length that `compact` says."""
+    restart: bool = False
+    """Whether to forget interrupted trainings."""
 
 
 class Batch:
@@ -59,7 +67,7 @@ class Batch:
 
     def __init__(self, recipe: Recipe, settings: Settings) -> None:
         """Load the model. Raises `CartridgeError` for what no document could be made with."""
-        self._recipe, self._directory = recipe, settings.cartridges_dir
+        self._recipe, self._settings, self._directory = recipe, settings, settings.cartridges_dir
         self._model = CausalModel(recipe.model, **recipe.options)
         if recipe.chat_template is not None:
             self._model.tokenizer.chat_template = recipe.chat_template.read_text()
@@ -67,7 +75,8 @@ class Batch:
         self._scratch = TemporaryDirectory()
         self._library = Library(settings) if settings.library else None
         self._registry = self._library.registry if self._library else Registry(settings.registry_path)
-        if self._library:
+        self._register = self._library.publish if self._library else self._registry.register
+        if self._library and recipe.train is None:  # what was trained is worth more than its place here
             self._directory = Path(self._scratch.name)
 
     def close(self) -> None:
@@ -102,21 +111,32 @@ class Batch:
             shutil.rmtree(left)
         if found := self._find(cartridge_id, document):
             return found, False
-        version = self._registry.next_version(cartridge_id, directory.parent)
-        root = directory / str(version)
-        name = self._make(document, root, cartridge_id=cartridge_id, version=version).name
-        if self._library is None:
-            self._registry.register(root)
-            return name, True
+        job, version = self._job(cartridge_id, document), self._registry.next_version(cartridge_id, directory.parent)
+        root = job.root if job else directory / str(version)
         try:
-            self._library.publish(root)
+            if job:
+                made = job.run(restart=self._recipe.restart, accept=self._recipe.accept)
+            else:
+                self._make(document, root, cartridge_id=cartridge_id, version=version)
+                made = self._register(root)
         except CartridgeExists:
-            if found := self._find(cartridge_id, document):  # another machine was first
+            if self._library and (found := self._find(cartridge_id, document)):  # another machine was first
                 return found, False
             raise
         finally:
-            shutil.rmtree(root)
-        return name, True
+            if self._library:
+                shutil.rmtree(root, ignore_errors=True)
+        return made.name, True
+
+    def _job(self, cartridge_id: str, document: Document) -> Trained | None:
+        """Return what trains the cartridge, where it is to be trained."""
+        if self._recipe.train is None:
+            return None
+        from .trained import Task, Trained  # which need PEFT
+
+        task = Task(**{**self._recipe.train, "id": cartridge_id, "document": document})
+        shelf = SimpleNamespace(next_version=self._registry.next_version, register=self._register)
+        return Trained(self._model, task, self._settings, shelf)
 
     def _make(self, document: Any, root: Path, **how: Any) -> Manifest:
         recipe = self._recipe
@@ -136,16 +156,18 @@ class Batch:
         if self._library:
             self._library.registry.begin()
         recipe, ids = self._recipe, blake3(np.asarray(document.ids, "<u4").tobytes()).hexdigest()
+        job = self._job(cartridge_id, document)
         wanted = (ids, document.chat, self._positions(document), recipe.chunk_size, recipe.payload,
-                  recipe.canary if recipe.compact is None else None)  # fmt: skip
+                  recipe.canary if recipe.compact is None else None, job and job.task.init)  # fmt: skip
         with suppress(CartridgeError):
             for row in self._registry.candidates(cartridge_id):
                 data = read_whole(self._sources, row.location, reading.MANIFEST, MAX_MANIFEST_BYTES)
                 found = decode(data, row.location)
-                tokens, stored, canary = found.document or found.tokens, found.stored, found.provenance.canary
+                tokens, stored, about = found.document or found.tokens, found.stored, found.provenance
                 facts = (tokens.blake3, found.chat, found.positions, stored.chunk_tokens, stored.encoding,
-                         canary and canary.question)  # fmt: skip
-                if facts == wanted and not found.fingerprint.differences(self._model.fingerprint):
+                         about.canary and about.canary.question, about.training and about.training.init)  # fmt: skip
+                same = facts == wanted and (job is None or job.is_of(found.version))
+                if same and not found.fingerprint.differences(self._model.fingerprint):
                     if row.name not in self._registry.current([cartridge_id]):
                         self._registry.promote(row.name)
                     return row.name

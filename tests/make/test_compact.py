@@ -376,7 +376,7 @@ def test_that_start_is_refined_and_trained_at_a_rate_of_its_own(
 ) -> None:
     """At 32x, where what is fitted in closed form answers too little."""
     common = ("train", "--document", str(home.directory / "sheet.txt"), "--chunk-size", "16", "--compress", str(P32),
-              "--questions", str(home.directory / "questions.jsonl"), "--init", "compact", "--accept", "0",
+              "--questions", str(home.directory / "questions.jsonl"), "--set", "init=compact", "--accept", "0",
               "--set", "answer_tokens=4", "--set", "patience=0", "--set", "check_every=20", "--set", "schedule=cosine",
               *SINGLE)  # fmt: skip
     closed = make(sheet.model, sheet.kv, sheet.ids, Wanted(P32, split(sheet.questions).fit)).kv

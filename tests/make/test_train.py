@@ -487,7 +487,7 @@ class _Cli:
         document, questions = map(str, self._files)
         status = main(
             ["train", "--home", str(self.home), "--model", MODEL, "--document", document, "--id", "a", "--chunk-size",
-             "16", "--compress", "4x", "--questions", questions, "--init", "sci", "--steps", "6", "--set", "check_every=2",
+             "16", "--compress", "4x", "--questions", questions, "--set", "init=sci", "--steps", "6", "--set", "check_every=2",
              "--set", "rate=0.2", "--accept", "0", "--set", "answer_tokens=4", "--format", form, *argv]
         )  # fmt: skip
         out, err = self._capsys.readouterr()

@@ -121,7 +121,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
         ("build", "a", "short", "--compact", "4x", "--refine", "0", *with_questions),
         ("build", "b", "chat", "--chat", "system", "--chat-template", str(home / "template.jinja")),
         ("train", "a", "alone", "--compress", "4x", "--steps", "2", "--accept", "0", *with_questions,
-         "--init", "sci", "--set", "rate=0.1", "--set", "answer_tokens=4"),
+         "--set", "init=sci", "--set", "rate=0.1", "--set", "answer_tokens=4"),
     ):  # fmt: skip
         assert main([command, *common, str(home / f"{sheet}.txt"), "--id", name, *options]) == 0
     kv = prefill(model, wards["a"].ids)
