@@ -50,15 +50,14 @@ def _endpoint(url: str) -> str:
         sound = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
     except ValueError:
         sound = False
-    if not sound or parts.path.strip("/") or parts.query or parts.fragment or parts.username is not None:
+    if not sound or parts.path.strip("/") or parts.query or parts.fragment or "@" in parts.netloc:
         raise ValueError("write http://HOST:PORT or https://HOST; credentials do not belong in it")
     return url
 
 
 def _published(library: str) -> str:
     if library.startswith(SCHEME):
-        library = library.rstrip("/")
-        parse(library)
+        parse(library := library.rstrip("/"))
         return library
     if not library.startswith("/") or "\0" in library:
         raise ValueError("write s3://BUCKET/PREFIX or an absolute directory")
@@ -218,8 +217,8 @@ class Settings(BaseModel):
 
     @property
     def contexts_dir(self) -> Path:
-        """What clients had made, and the file that says of whom."""
-        return self.home / "contexts"
+        """What clients had made; with a `library` until it is published."""
+        return self.registry_path.parent / "contexts"
 
     @property
     def quarantine_dir(self) -> Path:

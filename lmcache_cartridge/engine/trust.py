@@ -16,6 +16,14 @@ from .withdrawals import Withdrawals
 
 logger = logging.getLogger(__name__)
 
+CONTEXT = "ctx-"
+"""What the id of each context in a published library begins with, and of nothing else there."""
+
+
+def private_places(settings: Settings) -> tuple[str, ...]:
+    """Return what the locations of contexts begin with: what clients had made here, and what they had published."""
+    return f"{settings.contexts_dir.resolve()}/", f"{settings.library}/cartridges/{CONTEXT}"
+
 
 class Trust:
     """What one engine was seen to answer right from, and what has answered prompts since. Safe from any thread."""
@@ -26,7 +34,7 @@ class Trust:
         Raises `OSError` where that cannot be noted.
         """
         self._plain_prompts, self._is_tried = settings.plain_prompts, bool(settings.canary)
-        self._catalog, self._contexts = catalog, f"{settings.contexts_dir.resolve()}/"
+        self._catalog, self._private = catalog, private_places(settings)
         self._trials: dict[str, dict[str, bool]] = {}
         """Of each digest that this engine was tried with, by its canary: whether the engine answered right."""
         self.wanted: set[str] = set()
@@ -53,7 +61,7 @@ class Trust:
         return is_wanted and digest not in self._trials and digest not in self._catalog.quarantined
 
     def _is_private(self, digest: str) -> bool:
-        return any(place.startswith(self._contexts) for place in self._catalog.locations(digest))
+        return any(place.startswith(self._private) for place in self._catalog.locations(digest))
 
     def want(self, digest: str) -> None:
         """Note one that could have answered such a prompt, had the engine been tried with it."""

@@ -172,17 +172,19 @@ class Registry:
 
         return self._change(change)
 
-    def remove(self, name: str) -> RegistryEntry:
-        """Take one version of a cartridge out, and return what it was. Its files stay.
+    def remove(self, name: str, *, labels: bool = False) -> RegistryEntry:
+        """Take one version of a cartridge out, its `labels` with it if so, and return what it was. Its files stay.
 
-        Raises `CartridgeNotFound`, and `RegistryError` while labels point at it.
+        Raises `CartridgeNotFound`, and `RegistryError` while other labels point at it.
         """
 
         def change(db: sqlite3.Connection) -> RegistryEntry:
             target = _candidates(db, name, 1)[0]
+            if labels:
+                db.execute("DELETE FROM labels WHERE id = ? AND version = ?", target[:2])
             rows = db.execute("SELECT label FROM labels WHERE id = ? AND version = ? ORDER BY label", target[:2])
-            if labels := [label for (label,) in rows]:
-                raise RegistryError(f"{target.name} has the label {', '.join(labels)}; point it elsewhere first")
+            if left := [label for (label,) in rows]:
+                raise RegistryError(f"{target.name} has the label {', '.join(left)}; point it elsewhere first")
             db.execute("DELETE FROM cartridges WHERE id = ? AND version = ?", target[:2])
             return target
 

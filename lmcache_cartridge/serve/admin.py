@@ -111,7 +111,7 @@ def add_routes(app: FastAPI, admission: Admission, drain: Drain) -> None:
     @router.get("/{name}/files/{file}")
     async def part(name: str, file: str) -> Any:
         """Send a file of a context."""
-        root = maker().root(await made(name))
+        root = (await asyncio.to_thread(_registry(admission).find, (await made(name)).id)).local_root()
         if (path := root / file) in root.iterdir():
             return FileResponse(path)
         raise Refusal(404, "a context has no such file")

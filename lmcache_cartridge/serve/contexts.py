@@ -1,6 +1,7 @@
-"""Contexts: cartridges that clients had this server make, of whom each is, and until when; in a file beside the registry.
+"""Contexts: cartridges that clients had servers make, of whom each is, and until when; in a file beside the registry.
 
-Whoever made one alone can name it: for all others there is none of that name. All API servers of one home share the file.
+Whoever made one alone can name it: for all others there is none of that name. All API servers of one home share the file. What
+a published library has of them is taken in from there: a label of each says what the registry does not.
 """
 
 from __future__ import annotations
@@ -8,16 +9,26 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections import Counter
-from contextlib import closing
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from datetime import datetime
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from ..artifact.chat import MAX_MESSAGES
+from ..engine.trust import CONTEXT, private_places
 from ..errors import RegistryError
-from ..library.registry import RegistryEntry
+from ..library.registry import Registry, RegistryEntry
+from ..settings import Settings
 from .http import current
+
+STATE = "ctx."
+"""What such a label begins with."""
+_TAKE_IN = """INSERT INTO contexts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, 0, NULL, NULL) ON CONFLICT (id) DO UPDATE SET
+tenant = excluded.tenant, key = excluded.key, expires_at = excluded.expires_at, bytes = excluded.bytes, done = excluded.done,
+digest = excluded.digest, error = NULL"""
+_LET_GO = "DELETE FROM contexts WHERE digest != '' AND id NOT IN (SELECT value FROM json_each(?))"
 
 
 class Patched(BaseModel):
@@ -64,6 +75,11 @@ class Context(NamedTuple):
     """Why it was not made."""
 
     @property
+    def label(self) -> str:
+        """What says in a published library whose it is, and until when."""
+        return f"{STATE}{self.tenant}.{self.key}.{self.expires_at:.3f}"
+
+    @property
     def is_own(self) -> bool:
         """Whether the current request's tenant may know of it."""
         return self.tenant in current().tenants
@@ -79,16 +95,21 @@ class Context(NamedTuple):
 class Contexts:
     """The table. Where the file is missing there are none. Safe to use in threads; blocks for the disk."""
 
-    def __init__(self, path: Path) -> None:
-        """Touches no file."""
-        self._path = path
+    def __init__(self, settings: Settings, registry: Registry) -> None:
+        """`registry` is that of the `settings`, maybe a published library's copy. Touches no file."""
+        self._path, self._private = settings.registry_path.with_suffix(".contexts"), private_places(settings)
+        self._library = registry if settings.library else None
+        self._known: object = None
+        """Which state of the library was taken in."""
         self.used: Counter[str] = Counter()
         """How often each was used lately, by id."""
 
     def create(self) -> None:
         """Make the file where it is missing."""
         self._path.touch(0o600)
-        self.run(f"CREATE TABLE IF NOT EXISTS contexts ({', '.join(Context._fields)}, PRIMARY KEY (id), UNIQUE (key))")
+        with self._open() as db:
+            db.execute(f"CREATE TABLE IF NOT EXISTS contexts ({', '.join(Context._fields)}, PRIMARY KEY (id))")
+            db.execute("CREATE UNIQUE INDEX IF NOT EXISTS making ON contexts (key) WHERE digest = ''")
 
     def of(self, ids: list[str]) -> dict[str, Context]:
         """Return those of some ids, by id."""
@@ -102,14 +123,43 @@ class Contexts:
     def seen(self, rows: list[RegistryEntry]) -> list[RegistryEntry]:
         """Return what of registered cartridges the current request's tenant may know of."""
         found = self.of([row.id for row in rows])
-        return [row for row in rows if row.id not in found or found[row.id].is_own]
+        return [
+            row
+            for row in rows
+            if (found[row.id].is_own if row.id in found else not row.location.startswith(self._private))
+        ]
 
     def run(self, statement: str, *values: object) -> list[tuple[Any, ...]]:
         """Run one SQL statement and return the rows that it selects. Raises `RegistryError`."""
+        with suppress(RegistryError):  # what was known is served on, and of what is new nobody hears
+            self._take_in()
         if not self._path.exists():
             return []
+        with self._open() as db:
+            return db.execute(statement, values).fetchall()
+
+    def _take_in(self) -> None:
+        """Have the table hold what a published library says of contexts, where that is another."""
+        if (library := self._library) is None or library.look(self._known) is None:
+            return
+        self.create()
+        with self._open() as db:
+            db.execute("BEGIN IMMEDIATE")  # of several processes the last one has the newest
+            known, rows = library.look() or (None, [])
+            about = {name: label.split(".", 3) for label, name in library.labels().items() if label.startswith(STATE)}
+            there = [row for row in rows if row.id.startswith(CONTEXT) and row.name in about]
+            for row in there:
+                _, tenant, key, until = about[row.name]
+                made = datetime.fromisoformat(row.registered).timestamp()
+                size = row.positions, row.bytes, row.positions
+                db.execute(_TAKE_IN, (row.id, tenant, key, made, float(until), *size, row.digest))
+            db.execute(_LET_GO, (json.dumps([row.id for row in there]),))
+        self._known = known
+
+    @contextmanager
+    def _open(self) -> Iterator[sqlite3.Connection]:
         try:
             with closing(sqlite3.connect(self._path, timeout=10)) as db, db:
-                return db.execute(statement, values).fetchall()
+                yield db
         except (sqlite3.Error, UnicodeError) as error:
             raise RegistryError(f"{self._path}: {error}") from error

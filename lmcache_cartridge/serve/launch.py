@@ -121,8 +121,8 @@ def plan(
     if role not in ("kv_both", "kv_consumer"):
         role = "kv_both" if saves and (l1_bytes > 0 or not in_process) else "kv_consumer"
     is_idle = in_process and role == "kv_both" and not l1_bytes and saves_nowhere(given.get(EXTRA) or {}, os.environ)
-    if settings.contexts and (settings.library or role == "kv_consumer"):
-        raise UnsupportedEngine("contexts need LMCache's saving (--l1-bytes), and go with no published library")
+    if settings.contexts and role == "kv_consumer":
+        raise UnsupportedEngine("contexts need LMCache's saving (--l1-bytes)")
     arguments.check(in_process=in_process, saves=role == "kv_both" and not is_idle, contexts=settings.contexts)
     check_versions(unproven=settings.unproven_versions)
     yaml = lmcache_yaml(settings, chunk_tokens, saved_bytes=l1_bytes if in_process and saves else 0)

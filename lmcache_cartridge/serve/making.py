@@ -20,11 +20,14 @@ from vllm.logger import init_logger
 from ..artifact.chat import Chat
 from ..artifact.manifest import Provenance, check_id
 from ..artifact.model import Fingerprint
+from ..artifact.reading import load_manifest
 from ..artifact.writing import ArtifactWriter
 from ..engine.computed import ANSWER, QUESTION, canary, heads
-from ..errors import CartridgeError, CartridgeNotFound, UnsupportedEngine
+from ..engine.trust import CONTEXT
+from ..errors import ArtifactError, CartridgeError, CartridgeNotFound, SourceError, UnsupportedEngine
 from ..library.registry import Registry
-from .contexts import Context, Patched, Posted
+from ..sources.published import Library
+from .contexts import STATE, Context, Patched, Posted
 from .marks import Mark
 from .request import Refusal
 from .resolve import Selection
@@ -35,7 +38,10 @@ _MOST = 32
 """Contexts that are made, one after the other, or wait for it."""
 _ANSWER_S, _LEASE_S = 5.0, 15.0
 """How long whoever posts a context waits for it, and after what time one is removed whose maker was killed."""
+_SPARE = 1.2
+"""By how much longer marks keep what is published, so that an index is not written for each request."""
 _PROGRESS = "UPDATE contexts SET done = min(done + ?, tokens) WHERE id = ?"
+_FAILED = "UPDATE contexts SET error = ? WHERE id = ? AND key = ?"
 _LIVING = "SELECT * FROM contexts WHERE (key = ? OR id = ?) AND expires_at > ?"
 _LONGEST = """SELECT * FROM contexts WHERE key IN (SELECT value FROM json_each(?)) AND digest != '' AND expires_at > ?
 ORDER BY tokens DESC LIMIT 1"""
@@ -50,18 +56,19 @@ class Maker:
         self.chunk, self._model, self._turn = chunk_tokens, model, asyncio.Lock()
         self.table, self._run = admission.resolver.contexts, admission.resolver.contexts.run
         self._making: dict[str, asyncio.Task[Context]] = {}
+        self._library = Library(self._settings) if self._settings.library else None
+        self._registry = self._library.registry if self._library else Registry(self._settings.registry_path)
         self._longest = (admission.resolver.context - QUESTION - ANSWER) // chunk_tokens * chunk_tokens
 
     async def start(self) -> None:
-        """Make what is needed. Raises `UnsupportedEngine` where KV cannot be had."""
+        """Make what is needed. Raises `UnsupportedEngine` where KV cannot be had, and `SourceError` where it cannot be published."""
         config = self._engine.vllm_config
         engines, role = config.parallel_config.data_parallel_size, config.kv_transfer_config.kv_role
-        if self._settings.library or engines > 1 or role == "kv_consumer":
-            raise UnsupportedEngine(
-                "contexts: LMCache has to save (--l1-bytes), in the one engine of a server, and beside no published library"
-            )
+        if engines > 1 or role == "kv_consumer":
+            raise UnsupportedEngine("contexts: LMCache has to save (--l1-bytes), in the one engine of a server")
         await self._admission.client.ask("captured", "", [], 0)
-        self._registry = Registry(self._settings.registry_path)
+        if self._library is not None:
+            await asyncio.to_thread(self._library.registry.begin)
         self.table.create()
 
     async def post(self, ids: list[int], posted: Posted, tenant: str, chat: Chat | None) -> Context:
@@ -95,12 +102,12 @@ class Maker:
         most = 0
         for tokens, ttl_s in marks:
             with suppress(Refusal, CartridgeError):
-                ttl_s = min(ttl_s, self._settings.contexts_ttl_s)
-                posted = Posted(ttl=ttl_s, labels=None)
+                most_s = self._settings.contexts_ttl_s
+                posted = Posted(ttl=min(ttl_s * (_SPARE if self._library else 1), most_s), labels=None)
                 context, is_new = await self._begun(ids[: min(tokens, self._longest)], posted, tenant)
                 if is_new:
                     most = context.tokens
-                elif context.digest and context.expires_at < time.time() + ttl_s:
+                elif context.digest and context.expires_at < time.time() + min(ttl_s, most_s):
                     await asyncio.to_thread(self.patch, context, posted)
         return most
 
@@ -113,7 +120,9 @@ class Maker:
         return next((Context(*row) for row in self._run(_LONGEST, json.dumps(keys), time.time())), None)
 
     def check(self, patched: Patched) -> None:
-        """Raise `Refusal` for no time, and for longer than settings allow."""
+        """Raise `Refusal` for no time, for longer than settings allow, and for labels that are not a client's."""
+        if any(label.startswith(STATE) for label in patched.labels or ()):
+            raise Refusal(400, f"no label of yours may begin with {STATE}")
         if patched.ttl is not None and not 0 < patched.ttl <= self._settings.contexts_ttl_s:
             raise Refusal(400, f"ttl is above 0 seconds, {self._settings.contexts_ttl_s:g} at most")
 
@@ -131,6 +140,10 @@ class Maker:
                 raise Refusal(409, f"{there.id} is in use, or has this text; choose another id, or delete it first")
             return there, False
         if name is not None:
+            if self._library and not name.startswith(CONTEXT):
+                raise Refusal(
+                    400, f"in a published library the id of a context begins with {CONTEXT}; or give it a label"
+                )
             with suppress(CartridgeNotFound):
                 self._registry.find(check_id(name))
                 raise Refusal(409, f"{name} is in use; choose another id")
@@ -148,7 +161,7 @@ class Maker:
                 507,
                 f"settings leave no room for one more context, of {size} bytes; delete of yours: {[i for (i,) in own]}",
             )
-        new = Context(name or f"ctx-{uuid.uuid4().hex[:20]}", tenant, key, now, now + _LEASE_S, len(ids), size)
+        new = Context(name or CONTEXT + uuid.uuid4().hex[:20], tenant, key, now, now + _LEASE_S, len(ids), size)
         self._run(f"INSERT INTO contexts VALUES ({', '.join('?' * len(new))})", *new)
         return new, True
 
@@ -157,18 +170,21 @@ class Maker:
 
         Raises `Refusal` where a label points at something else.
         """
-        if (labels := patched.labels) is not None:
-            known, name = self._registry.labels(), f"{context.id}@1"
-            if taken := [label for label in labels if known.get(label, name) != name]:
-                raise Refusal(409, f"the label {taken[0]} is in use; choose another")
-            for label in labels:
-                self._registry.label(label, name)
-            for label in known:
-                if known[label] == name and label not in labels:
-                    self._registry.unlabel(label)
+        known, name = self._registry.labels(), f"{context.id}@1"
+        old = {label for label in known if known[label] == name}
+        state = {label for label in old if label.startswith(STATE)}
+        wanted = old if patched.labels is None else state.union(patched.labels)
+        if taken := [label for label in wanted if known.get(label, name) != name]:
+            raise Refusal(409, f"the label {taken[0]} is in use; choose another")
         if patched.ttl is not None:
             context = context._replace(expires_at=time.time() + patched.ttl)
-            self._run("UPDATE contexts SET expires_at = ? WHERE id = ?", context.expires_at, context.id)
+            if self._library:
+                wanted = wanted - state | {context.label}
+        for label in wanted - old:
+            self._registry.label(label, name)
+        for label in old - wanted:
+            self._registry.unlabel(label)
+        self._run("UPDATE contexts SET expires_at = ? WHERE id = ?", context.expires_at, context.id)
         return context
 
     async def _make(self, context: Context, ids: list[int], posted: Posted, chat: Chat | None) -> Context:
@@ -176,20 +192,31 @@ class Maker:
         try:
             async with self._turn:
                 context = await self._written(context, ids, chat)
-            await asyncio.to_thread(self._registry.register, self.root(context))
-            await asyncio.to_thread(
-                self._run, "UPDATE contexts SET digest = ?, bytes = ?, done = tokens WHERE id = ?", context.digest, context.bytes,
-                context.id,
-            )  # fmt: skip
-            return await asyncio.to_thread(self.patch, context, posted)
+            return await asyncio.to_thread(self._registered, context, posted)
         except Exception as error:
             logger.exception("%s was not made", context.id)
             if type(error) is OSError:
                 error = Refusal(507, f"the context cannot be written: {error.strerror}")
-            await asyncio.to_thread(self._run, "UPDATE contexts SET error = ? WHERE id = ?", str(error), context.id)
+            await asyncio.to_thread(self._run, _FAILED, str(error), context.id, context.key)
             raise error from None
         finally:
             del self._making[context.id]
+
+    def _registered(self, context: Context, posted: Posted) -> Context:
+        """Let others know of a context that is made, and return it. Raises as `patch` does, and `SourceError`."""
+        root, context = self.root(context), context._replace(expires_at=time.time() + (posted.ttl or _LEASE_S))
+        if self._library is None:
+            self._registry.register(root)
+        else:
+            self._library.publish(root, label=context.label)
+            shutil.rmtree(root.parent)
+        about = context.digest, context.bytes, context.id
+        self._run("UPDATE contexts SET digest = ?, bytes = ?, done = tokens WHERE id = ?", *about)
+        try:
+            return self.patch(context, Patched(labels=posted.labels))
+        except Refusal:
+            self.remove(context)
+            raise
 
     def root(self, context: Context) -> Path:
         """Return where a context lies."""
@@ -223,7 +250,8 @@ class Maker:
         for context_id in [*self._making]:
             self._run("UPDATE contexts SET expires_at = ? WHERE id = ? AND digest = ''", now + _LEASE_S, context_id)
         for row in self._run("SELECT * FROM contexts WHERE expires_at <= ?", now):
-            self.remove(Context(*row))
+            with suppress(SourceError):  # it is tried again
+                self.remove(Context(*row))
 
     def remove(self, context: Context) -> None:
         """Take a context out of the registry, the disk and the table; what is begun here is ended by whoever tidies up next.
@@ -231,10 +259,11 @@ class Maker:
         Requests that have it in memory end as they began, and others compute its text.
         """
         self._run("UPDATE contexts SET expires_at = 0 WHERE id = ?", context.id)
-        root = self.root(context)
-        with suppress(CartridgeNotFound):
-            if self._registry.find(f"{context.id}@1").location == str(root.resolve()):
-                self.patch(context, Patched(labels=[]))
-                self._registry.remove(f"{context.id}@1")
+        root, name = self.root(context), f"{context.id}@1"
+        with suppress(CartridgeNotFound, ArtifactError):
+            if self._library is not None:
+                self._library.withdraw(load_manifest(root) if root.exists() else self._registry.find(name))
+            elif self._registry.find(name).location == str(root.resolve()):
+                self._registry.remove(name, labels=True)
         shutil.rmtree(root.parent, ignore_errors=True)
         self._run("DELETE FROM contexts WHERE id = ?", context.id)

@@ -189,7 +189,7 @@ class Resolver:
         # A connection for each read there may be: a slow one keeps no other waiting.
         sources = Sources(S3Source(**settings.s3 | {"connections": MAX_READS}))
         self._manifests = ManifestCache(settings.manifests_dir, sources)
-        self.contexts = Contexts(settings.home / "contexts.sqlite")
+        self.contexts = Contexts(settings, self._registry)
         self.imports = Imports(settings, sources, clock=clock)
         """What is made of `.pt` files that requests name."""
         self._registered: Lru[tuple[str, str], Found] = Lru(_MAX_REGISTERED)

@@ -13,7 +13,7 @@ from ..artifact.location import is_remote
 from ..artifact.manifest import Manifest
 from ..errors import CartridgeError, CartridgeExists, CartridgeNotFound, SettingsError, SourceNotFound
 from ..library.published import Published
-from ..library.registry import check_same
+from ..library.registry import RegistryEntry, check_same
 from ..library.workers import note
 from ..settings import Settings
 from .s3 import S3Source
@@ -74,6 +74,13 @@ class Library:
             except CartridgeExists:
                 if not next_version or self._free_version(manifest) == manifest.version:
                     raise  # it is not the number that is taken
+
+    def withdraw(self, one: Manifest | RegistryEntry) -> None:
+        """Delete a version's artefact and take it out of the library with its labels. What is not there is no error."""
+        self._writer.delete(self.registry.place(one))
+        with suppress(CartridgeNotFound):
+            if self.registry.find(one.name).digest == one.digest:
+                self.registry.remove(one.name, labels=True)
 
     def _free_version(self, manifest: Manifest) -> int:
         """Return the next version of an id, or the one that has this content already, as of the last look."""

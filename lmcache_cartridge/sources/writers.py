@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+import shutil
 import uuid
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from io import BytesIO
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from ..artifact import files
 from ..artifact.local import LocalSource
 from ..artifact.manifest import Manifest
-from ..errors import CartridgeError, SourceDenied, SourceError, SourceNotFound
+from ..artifact.reading import MANIFEST, PAYLOAD
+from ..artifact.writing import TOKENS
+from ..errors import SourceDenied, SourceError, SourceNotFound
 from . import transfer
 from .locks import locked
 from .s3 import S3Source
@@ -63,6 +68,11 @@ class S3Writer:
         """Store the artefact at `root` as `manifest` numbers it; see `transfer.push`. No change where it is there already."""
         transfer.push(root, location, self._source, force=False, progress=progress, manifest=manifest)
 
+    def delete(self, location: str) -> None:
+        """Delete an artefact. No change where it is not there."""
+        for file in (MANIFEST, TOKENS, PAYLOAD):
+            self._source.delete(location, file)
+
     def close(self) -> None:
         """Give back connections and threads."""
         self._source.close()
@@ -75,25 +85,23 @@ class DirectoryWriter:
         self._root, self._source = Path(location), LocalSource()
 
     def check(self) -> None:
-        """A lock decides."""
+        """A lock decides, where one may write."""
+        with _mapped(self._root), self._locked():
+            TemporaryFile(dir=self._root).close()
 
     def swap(self, file: str, data: bytes, known: str | None) -> str | None:
         path = self._root / file
-        try:
-            self._root.mkdir(parents=True, exist_ok=True)
-            with self._locked():
-                there = path.stat().st_mtime_ns if path.exists() else 0
-                if (self._source.revision(str(self._root), file) if there else None) != known:
-                    return None
-                with files.replacing(path) as partial:
-                    files.write(partial, [data])
-                    # No two contents have one revision, also within a tick of the file system's clock.
-                    changed_ns = max(partial.stat().st_mtime_ns, there + 1)
-                    os.utime(partial, ns=(changed_ns, changed_ns))
-                files.sync_directory(self._root)
-                return self._source.revision(str(self._root), file)
-        except OSError as error:
-            raise _mapped(path, error) from error
+        with _mapped(path), self._locked():
+            there = path.stat().st_mtime_ns if path.exists() else 0
+            if (self._source.revision(str(self._root), file) if there else None) != known:
+                return None
+            with files.replacing(path) as partial:
+                files.write(partial, [data])
+                # No two contents have one revision, also within a tick of the file system's clock.
+                changed_ns = max(partial.stat().st_mtime_ns, there + 1)
+                os.utime(partial, ns=(changed_ns, changed_ns))
+            files.sync_directory(self._root)
+            return self._source.revision(str(self._root), file)
 
     def store(self, root: Path, manifest: Manifest, location: str, progress: Progress) -> None:
         """Store the artefact at `root` as `manifest` numbers it, whole or not at all, having verified it.
@@ -101,19 +109,30 @@ class DirectoryWriter:
         No change where it is there already.
         """
         target = Path(location)
-        try:
+        with _mapped(target):
             if not transfer.holds(target, manifest):
                 transfer.fetch(manifest, str(root), self._source, target, progress, self._locked())
-        except OSError as error:
-            raise _mapped(target, error) from error
+
+    def delete(self, location: str) -> None:
+        """Delete an artefact, and what a publisher that was killed left of it."""
+        path = Path(location)
+        for part in path.parent.glob(f"*{path.name}*"):
+            shutil.rmtree(part, ignore_errors=True)
+        with suppress(OSError):  # others may be of this id
+            os.removedirs(path.parent)
 
     def close(self) -> None:
         """Nothing to give back."""
 
     def _locked(self) -> AbstractContextManager[int]:
+        self._root.mkdir(parents=True, exist_ok=True)
         return locked(self._root / "library.lock", _WAIT_S)
 
 
-def _mapped(path: Path, error: OSError) -> CartridgeError:
-    kind = SourceDenied if isinstance(error, PermissionError) else SourceError
-    return kind(f"{path}: {error.strerror}")
+@contextmanager
+def _mapped(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        kind = SourceDenied if isinstance(error, PermissionError) else SourceError
+        raise kind(f"{path}: {error.strerror}") from error

@@ -615,3 +615,35 @@ def test_random_changes_by_three_machines_are_what_one_registry_would_have_done(
         ]
         assert (machine.labels(), machine.current("abc")) == (plain.labels(), plain.current("abc"))
         assert machine.warm() == machines[0].warm()
+
+
+@EVERYWHERE
+def test_what_is_withdrawn_is_gone_with_its_labels_and_files_and_nothing_of_others(where: Where) -> None:
+    """Also from where it was stored and never listed, since its publisher was killed."""
+    root, other = made(where.tmp_path / "one", name="one"), made(where.tmp_path / "other", name="one", seed=1)
+    with Library(where.settings("author")) as author:
+        manifest = author.publish(root, label="current")
+        row, unlisted = author.registry.find("one"), reading.load_manifest(other)
+        author.registry.label("again", "one@1")
+        author._writer.store(other, unlisted, author.registry.place(unlisted), lambda *_: None)
+        author.withdraw(unlisted)
+        assert set(author.registry.labels()) == {"current", "again"}
+        assert author._source.read(row.location, reading.MANIFEST, 1 << 20).data == manifest.encode()
+        reader = where.machine("reader", writes=False)
+        reader.follow()
+        for _ in range(2):
+            author.withdraw(row)
+            for location in (row.location, author.registry.place(unlisted)):
+                for file in files_under(root):
+                    with pytest.raises(SourceNotFound):
+                        author._source.size(location, file)
+        reader.follow()
+        assert (names(reader), reader.labels()) == ([], {})
+    if where.location.startswith("/"):
+        assert {path.name for path in Path(where.location).iterdir()} <= {INDEX, "library.lock"}
+
+
+def test_who_may_not_write_in_a_directory_hears_so_before_anything_is_published(where: Where) -> None:
+    Path(where.location).write_text("no directory")
+    with Library(where.settings("author")) as author, pytest.raises(SourceError, match="shared"):
+        author.registry.begin()

@@ -323,12 +323,13 @@ def test_what_vllm_would_end_with_late_is_one_line_before_anything_is_started(
                 assert told in error and error.count("\n") == 1
     assert not (tmp_path / "home").exists()
     contexts = ["serve", str(tmp_path), "--port", str(free_port()), *home, "--set", "contexts=true"]
-    for wrong in ([], ["--l1-bytes", "1GiB", "--no-save"], ["--l1-bytes", "1GiB", "--library", str(tmp_path)]):
+    for wrong in ([], ["--l1-bytes", "1GiB", "--no-save"]):
         assert main([*contexts, *wrong]) == 1
         assert capsys.readouterr().err.startswith("lmcache-cartridge: contexts need LMCache's saving (--l1-bytes)")
-    with pytest.raises(Started):
-        main([*contexts, "--l1-bytes", "1GiB"])
-    assert "contexts=True" in capsys.readouterr().out
+    for library in ([], ["--library", str(tmp_path)]):
+        with pytest.raises(Started):
+            main([*contexts, "--l1-bytes", "1GiB", *library])
+        assert "contexts=True" in capsys.readouterr().out
     for options, is_told in (([], True), (["--enforce-eager"], False)):
         with pytest.raises(Started):
             main(["serve", str(tmp_path), "--port", str(free_port()), *home, *options])

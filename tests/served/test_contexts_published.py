@@ -1,0 +1,180 @@
+"""Contexts that one server makes and publishes: every server that follows the library answers by them, to whoever made them alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import posting
+import pytest
+from posting import CHUNK, KEYS, ROUTE, Served, serving
+from recall.ward import ask, encode
+from serving import SERVER_ARGS
+from test_contexts import _family, _naming, _quietly
+from waiting import until
+from wards import MODEL, Asker, Ward
+
+from lmcache_cartridge.errors import UnsupportedEngine
+from lmcache_cartridge.serve.launch import plan
+from lmcache_cartridge.serve.processes import ServerProcess
+from lmcache_cartridge.settings import from_mapping
+
+wards = posting.wards
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("shared") / "library"
+
+
+def _serving(home: Path, library: Path, wards: dict[str, Ward], mode: str = "in-process", **settings: Any) -> Any:
+    home.mkdir(exist_ok=True)
+    return serving(home, wards, mode, library=str(library), disk_dir=home / "cache", **settings)
+
+
+@pytest.fixture(scope="module")
+def pair(
+    tmp_path_factory: pytest.TempPathFactory, library: Path, wards: dict[str, Ward]
+) -> Iterator[tuple[Served, Served]]:
+    """Two servers that share nothing but the library: one in each mode."""
+    home = tmp_path_factory.mktemp("pair")
+    with ExitStack() as stack:
+        one, two = (
+            stack.enter_context(_serving(home / mode, library, wards, mode)) for mode in ("in-process", "multiprocess")
+        )
+        yield one, two
+
+
+def _places(library: Path) -> set[str]:
+    """Return the ids of all artefacts in the library, half stored ones too."""
+    return {path.parts[-3] for path in library.glob("cartridges/*/*/*")}
+
+
+def _gone(library: Path, name: str, *servers: Served) -> None:
+    for server in servers:
+        until(lambda server=server: server.get(name).status_code == 404)
+        assert server.asker.http.post("/v1/completions", json=_naming(name)).status_code == 404
+        assert name not in server.named()
+    until(lambda: name not in _places(library))
+
+
+def test_what_one_server_made_every_server_answers_by(pair: tuple[Served, Served], library: Path) -> None:
+    one, two = pair
+    ward = one.wards["first"]
+    made = one.made(document=ward.document.text, labels=["sheet"])
+    assert _places(library) == {made["id"]} and not one.places(), "it is kept once"
+    until(lambda: two.get(made["id"]).status_code == 200)
+    for served, count in ((one, 8), (two, 16)):
+        served.right(made["id"], ward, count)
+        served.right("sheet", ward, 2)
+        assert made["id"] in served.named()
+    there = two.get(made["id"]).json()
+    assert {name: there[name] for name in ("id", "digest", "tokens", "bytes")} == {
+        name: made[name] for name in ("id", "digest", "tokens", "bytes")
+    }
+    assert there["expires_at"] == pytest.approx(made["expires_at"], abs=0.01)
+    until(lambda: two.get(made["id"]).json()["uses"] == 18)
+    again = two.post(document=ward.document.text)
+    assert again.status_code == 200 and again.json()["id"] == made["id"], "the same text is made once"
+    until(lambda: one.get(made["id"]).json()["expires_at"] == pytest.approx(again.json()["expires_at"], abs=0.01))
+    manifest = two.asker.http.get(f"{ROUTE}/{made['id']}/files/manifest.json")
+    assert manifest.json()["digest"] == made["digest"]
+
+
+def test_for_others_there_is_none_of_the_name_on_any_server(pair: tuple[Served, Served]) -> None:
+    one, two = pair
+    ward = one.wards["second"]
+    made = one.made(document=ward.document.text, cache_salt="mine", labels=["of-mine"])
+    until(lambda: two.get(made["id"], cache_salt="mine").status_code == 200)
+    for served in pair:
+        served.right(made["id"], ward, 4, cache_salt="mine")
+        for asker in (served.asker, served.other):
+            for name in (made["id"], "of-mine", f"{made['id']}@1"):
+                assert asker.http.post("/v1/completions", json=_naming(name)).status_code == 404
+                assert served.get(name, asker).status_code == 404
+            assert asker.http.patch(f"{ROUTE}/{made['id']}", json={"ttl": 1}).status_code == 404
+            assert asker.http.delete(f"{ROUTE}/{made['id']}").status_code == 404
+            assert asker.http.get(f"{ROUTE}/{made['id']}/files/manifest.json").status_code == 404
+            assert made["id"] not in served.named(asker)
+        fact = ward.facts[0]
+        for _ in range(2):
+            found = served.other.complete([*ward.ids, *encode(ask(fact, 0))], cache_salt=os.urandom(8).hex())
+            assert (found.text.strip(), found.cached_tokens, found.used) == (fact.value, 0, None)
+    forged = one.post(token_ids=ward.ids[:CHUNK], labels=["ctx.x"])
+    assert forged.status_code == 400 and "may begin with ctx." in forged.text
+    assert two.asker.http.delete(f"{ROUTE}/{made['id']}", params={"cache_salt": "mine"}).status_code == 200
+
+
+def test_what_is_deleted_or_has_expired_is_gone_from_every_server_and_from_the_library(
+    pair: tuple[Served, Served], library: Path
+) -> None:
+    one, two = pair
+    text = one.wards["third"].document.text
+    made = one.made(document=text, id="ctx-third", labels=["third"])
+    until(lambda: two.get("third").status_code == 200)
+    two.right("third", one.wards["third"], 4)
+    assert two.asker.http.patch(f"{ROUTE}/ctx-third", json={"labels": [], "ttl": 60}).status_code == 200
+    until(lambda: one.get("ctx-third").json()["expires_at"] < made["expires_at"] - 3000)
+    until(lambda: one.get("third").status_code == 404)
+    assert two.asker.http.delete(f"{ROUTE}/ctx-third").status_code == 200
+    _gone(library, "ctx-third", two, one)
+    again = two.made(document=text)
+    until(lambda: one.get(again["id"]).status_code == 200)
+    # Workers that had it under another id look there for its KV until they look at the library: it is computed meanwhile.
+    fact = one.wards["third"].facts[0]
+
+    def is_injected() -> bool:
+        found = one.asker.complete(ask(fact, 0), again["id"])
+        assert found.text.strip() == fact.value
+        return found.cached_tokens >= len(one.wards["third"].ids) // CHUNK * CHUNK
+
+    until(is_injected)
+    one.right(again["id"], one.wards["third"], 4)
+    assert two.asker.http.patch(f"{ROUTE}/{again['id']}", json={"ttl": 0.5}).status_code == 200
+    _gone(library, again["id"], one, two)
+    for status, body, reason in (
+        (400, {"id": "third"}, "begins with ctx-"), (409, {"id": one.made(token_ids=[5] * CHUNK)["id"]}, "in use"),
+    ):  # fmt: skip
+        reply = two.post(token_ids=[7] * CHUNK, **body)
+        assert reply.status_code == status and reason in reply.text, reply.text
+
+
+def test_a_server_that_is_killed_while_it_publishes_leaves_nothing_half_made(
+    tmp_path: Path, wards: dict[str, Ward]
+) -> None:
+    library = tmp_path / "library"
+    with _serving(tmp_path / "other", library, wards) as other:
+        with _serving(tmp_path / "killed", library, wards) as served:
+            kept = served.made(document=wards["first"].document.text)
+            text = wards["second"].document.text
+            thread = threading.Thread(target=lambda: _quietly(lambda: served.post(document=text, id="ctx-half")))
+            thread.start()
+            until(lambda: "ctx-half" in _places(library))
+            for pid in reversed(_family(served.pid)):
+                os.kill(pid, signal.SIGKILL)
+            thread.join()
+        until(lambda: kept["id"] in other.named())
+        other.right(kept["id"], wards["first"])
+        is_made = other.get("ctx-half").status_code == 200
+        print("killed after it was listed" if is_made else "killed before")
+        if is_made:
+            other.right("ctx-half", wards["second"])
+        with _serving(tmp_path / "killed", library, wards) as served:
+            served.right(kept["id"], wards["first"])
+            until(lambda: _places(library) == served.named())
+            assert served.named() == {kept["id"], *(["ctx-half"] if is_made else [])}
+            if not is_made:
+                served.made(document=text, id="ctx-half")
+                served.right("ctx-half", wards["second"])
+
+
+def test_a_server_that_may_not_publish_does_not_start(tmp_path: Path) -> None:
+    settings = from_mapping({"home": tmp_path, "disk_dir": tmp_path, "contexts": True, "library": "/proc/library"})
+    launch = plan(MODEL, settings, vllm_args=[*SERVER_ARGS, "--api-key", *KEYS], l1_bytes=256 << 20)
+    with pytest.raises(UnsupportedEngine, match="/proc/library"), ServerProcess(launch, tmp_path / "log"):
+        pass
