@@ -97,6 +97,8 @@ def add_routes(app: FastAPI, admission: Admission, drain: Drain) -> None:
         text, ids, chat = posted.document, posted.token_ids or [], None
         if [text, posted.messages, posted.token_ids].count(None) != 2:
             raise Refusal(400, "give one of `document`, `messages` and `token_ids`")
+        if await admission.adapters.of(posted.model) is not None:
+            raise Refusal(400, f"a context is of the base model; `build --lora` makes cartridges of {posted.model}")
         tokenized = partial(host_api.tokenized, request)
         try:
             if posted.messages is not None:

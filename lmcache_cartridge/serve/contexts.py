@@ -50,6 +50,8 @@ class Posted(Patched):
     """The first ones of a chat: role and content."""
     chat_template_kwargs: dict[str, Any] = {}
     token_ids: list[int] | None = None
+    model: str | None = None
+    """The base model's name, if any."""
     cache_salt: str | None = None
 
 

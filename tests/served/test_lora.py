@@ -15,6 +15,7 @@ from adapters import write_adapter
 from recall.ward import ask
 from serving import SERVER_ARGS, Reply, difference
 from test_l2_saving import NOISE, Served, _build, _cut, _questions
+from waiting import until
 from wards import MODEL, Ward, patients, register, write_ward
 
 from lmcache_cartridge.cli.main import main
@@ -33,7 +34,7 @@ _tags = count()
 @pytest.fixture(scope="module", params=["multiprocess", "in-process"])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     home = tmp_path_factory.mktemp("home")
-    settings, model = from_mapping({"home": home}), CausalModel(MODEL)
+    settings, model = from_mapping({"home": home, "contexts": True}), CausalModel(MODEL)
     ward = _cut(model, write_ward(model, patients(0, 6), "doc"), TEXT)
     _build(model, settings, "base", ward)  # first, since the newest of documents that begin alike leads
     for seed, name in enumerate(("one", "two")):
@@ -94,6 +95,26 @@ def test_a_trained_cartridge_is_its_adapters_too(served: Served) -> None:
     assert difference(reply, computed) < NOISE
     for model in ("two", MODEL):
         assert "made with" in _refused(served, model, ["short-one"])
+
+
+def test_a_context_is_the_base_models_and_refused_to_its_adapters(served: Served) -> None:
+    ids, route = _ward(served).ids[:768], "/v1/cartridges"
+
+    def post(**body: Any) -> httpx.Response:
+        return served.http.post(route, json={"token_ids": ids, "id": "context"} | body)
+
+    for model in ("one", "two"):
+        refused = post(model=model)
+        assert refused.status_code == 400 and f"`build --lora` makes cartridges of {model}" in refused.text
+    assert post(model=MODEL).status_code in (200, 202)
+    until(lambda: served.http.get(f"{route}/context").json()["state"] != "making")
+    for question, _ in _questions(_ward(served), 3):
+        reply = served.ask(question, "context", model=MODEL)
+        assert reply.cached_tokens == len(ids)
+        assert difference(reply, _computed(served, ids + question, MODEL)) < NOISE
+    for model in ("one", "two"):
+        assert "made with the base model" in _refused(served, model, ["context"])
+    assert served.http.delete(f"{route}/context").status_code == 200
 
 
 def test_a_chain_is_of_one_adapter(served: Served) -> None:
