@@ -182,9 +182,10 @@ class Registry:
             target = _candidates(db, name, 1)[0]
             if labels:
                 db.execute("DELETE FROM labels WHERE id = ? AND version = ?", target[:2])
-            rows = db.execute("SELECT label FROM labels WHERE id = ? AND version = ? ORDER BY label", target[:2])
-            if left := [label for (label,) in rows]:
-                raise RegistryError(f"{target.name} has the label {', '.join(left)}; point it elsewhere first")
+            joined = "SELECT group_concat(label, ', ') FROM labels WHERE id = ? AND version = ?"
+            (left,) = db.execute(joined, target[:2]).fetchone()
+            if left:
+                raise RegistryError(f"{target.name} has the label {left}; point it elsewhere first")
             db.execute("DELETE FROM cartridges WHERE id = ? AND version = ?", target[:2])
             return target
 
@@ -259,7 +260,7 @@ class Registry:
 
         Raises `RegistryError` where the file is gone that was known: that is no way to remove everything.
         """
-        revision: tuple[int | bytes, ...] = ()
+        revision: object = ()
         try:
             status = self.path.stat()
             with self.path.open("rb") as file:

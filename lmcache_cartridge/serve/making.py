@@ -41,7 +41,7 @@ _ANSWER_S, _LEASE_S = 5.0, 15.0
 _SPARE = 1.2
 """By how much longer marks keep what is published, so that an index is not written for each request."""
 _PROGRESS = "UPDATE contexts SET done = min(done + ?, tokens) WHERE id = ?"
-_FAILED = "UPDATE contexts SET error = ? WHERE id = ? AND key = ?"
+_FAILED = "UPDATE contexts SET error = ?, digest = '', expires_at = ? WHERE id = ? AND key = ?"
 _LIVING = "SELECT * FROM contexts WHERE (key = ? OR id = ?) AND expires_at > ?"
 _LONGEST = """SELECT * FROM contexts WHERE key IN (SELECT value FROM json_each(?)) AND digest != '' AND expires_at > ?
 ORDER BY tokens DESC LIMIT 1"""
@@ -197,7 +197,10 @@ class Maker:
             logger.exception("%s was not made", context.id)
             if type(error) is OSError:
                 error = Refusal(507, f"the context cannot be written: {error.strerror}")
-            await asyncio.to_thread(self._run, _FAILED, str(error), context.id, context.key)
+            soon = time.time() + _LEASE_S
+            await asyncio.to_thread(self._run, _FAILED, str(error), soon, context.id, context.key)
+            with suppress(CartridgeError):
+                await asyncio.to_thread(self._withdraw, context)
             raise error from None
         finally:
             del self._making[context.id]
@@ -212,11 +215,7 @@ class Maker:
             shutil.rmtree(root.parent)
         about = context.digest, context.bytes, context.id
         self._run("UPDATE contexts SET digest = ?, bytes = ?, done = tokens WHERE id = ?", *about)
-        try:
-            return self.patch(context, Patched(labels=posted.labels))
-        except Refusal:
-            self.remove(context)
-            raise
+        return self.patch(context, Patched(labels=posted.labels))
 
     def root(self, context: Context) -> Path:
         """Return where a context lies."""
@@ -259,11 +258,18 @@ class Maker:
         Requests that have it in memory end as they began, and others compute its text.
         """
         self._run("UPDATE contexts SET expires_at = 0 WHERE id = ?", context.id)
+        self._withdraw(context)
+        self._run("DELETE FROM contexts WHERE id = ?", context.id)
+
+    def _withdraw(self, context: Context) -> None:
+        """Take a context out of the registry or the library, and the disk."""
         root, name = self.root(context), f"{context.id}@1"
         with suppress(CartridgeNotFound, ArtifactError):
             if self._library is not None:
-                self._library.withdraw(load_manifest(root) if root.exists() else self._registry.find(name))
+                if root.exists():
+                    self._library.withdraw(load_manifest(root))
+                if (row := self._registry.find(name)).digest == context.digest:  # else it is another server's
+                    self._library.withdraw(row)
             elif self._registry.find(name).location == str(root.resolve()):
                 self._registry.remove(name, labels=True)
         shutil.rmtree(root.parent, ignore_errors=True)
-        self._run("DELETE FROM contexts WHERE id = ?", context.id)

@@ -13,8 +13,6 @@ def use_all_cores() -> None:
     A new thread inherits the cores of the thread that began it. vLLM's CPU worker binds its main thread to one core, which
     every thread that fetches or loads would share with it. Changes nothing where the system does not allow it.
     """
-    if not hasattr(os, "sched_setaffinity"):
-        return
     with suppress(OSError):  # a sandbox may forbid it, and what loads must go on
         cores = os.sched_getaffinity(0)
         for thread in Path("/proc/self/task").iterdir():

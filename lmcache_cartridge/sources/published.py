@@ -25,7 +25,6 @@ _SHARE = 0.9
 """Part of `reload_s` within which one look does for all processes of a machine."""
 _LOOK_S = 10.0
 """Longest time that a look may wait for a byte."""
-_CLOSE_S = 1.0
 
 
 class Library:
@@ -127,7 +126,7 @@ class Follower:
         self._stopping.set()
         self._source.close()
         if self._thread.is_alive():
-            self._thread.join(_CLOSE_S)
+            self._thread.join(1.0)
 
     def _run(self) -> None:
         while not self._stopping.wait(self._every_s):

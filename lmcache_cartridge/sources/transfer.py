@@ -29,22 +29,15 @@ Progress = Callable[[str, int, int], None]
 """Gets what is being done, how much of it, of how much: bytes, or chunks when verifying."""
 
 
-class Pushed(NamedTuple):
-    """What a push did."""
+class Moved(NamedTuple):
+    """What a push or a pull did."""
 
     manifest: Manifest
-    """Of what is at the location now."""
+    """Of what is there now."""
+    root: Path
+    """Where it is here."""
     changed: bool
     """False where it was there already."""
-
-
-class Pulled(NamedTuple):
-    """What a pull did."""
-
-    manifest: Manifest
-    root: Path
-    changed: bool
-    """False where it was here already."""
 
 
 def push(
@@ -52,10 +45,10 @@ def push(
     location: str,
     source: S3Source,
     *,
-    force: bool,
+    force: bool = False,
     progress: Progress,
     manifest: Manifest | None = None,
-) -> Pushed:
+) -> Moved:
     """Store the artefact at `root` under an `s3://` location, manifest last, having verified every checksum.
 
     `manifest` is its own with another id or version, which are no part of its digest.
@@ -66,16 +59,16 @@ def push(
     there = _manifest_at(location, source)
     found = verified(root, progress)
     manifest = manifest or found
-    if there is not None and there.digest == manifest.digest and _is_complete(there, location, source):
-        return Pushed(there, False)
-    if there is not None and there.digest != manifest.digest and not force:
-        raise CartridgeExists(
-            f"{location} holds {there.name} of other content (digest {there.digest[:16]}..., that of {manifest.name} is "
-            f"{manifest.digest[:16]}...); push to another prefix, or replace it with --force, which fails requests that "
-            "use the old one"
-        )
     if there is not None and there.digest != manifest.digest:  # else another push may just have completed the same
+        if not force:
+            raise CartridgeExists(
+                f"{location} holds {there.name} of other content (digest {there.digest[:16]}..., that of {manifest.name} is "
+                f"{manifest.digest[:16]}...); push to another prefix, or replace it with --force, which fails requests that "
+                "use the old one"
+            )
         source.delete(location, reading.MANIFEST)
+    elif there is not None and _is_complete(there, location, source):
+        return Moved(there, root, False)
     if reading.load_manifest(root).digest != manifest.digest:
         raise ArtifactError(f"{root} was replaced while it was pushed; push it again")
     for file in files_of(manifest):
@@ -84,7 +77,7 @@ def push(
     if manifest.payload:
         _check_size(manifest, location, source)
     source.upload(location, reading.MANIFEST, BytesIO(manifest.encode()))
-    return Pushed(manifest, True)
+    return Moved(manifest, root, True)
 
 
 def pull(
@@ -96,7 +89,7 @@ def pull(
     progress: Progress,
     name: str | None = None,
     promote: bool = True,
-) -> Pulled:
+) -> Moved:
     """Bring the artefact at an `s3://` location to `directory/<id>/<version>`, verify every checksum and register it.
 
     `name` is the id it gets here, by default its own; `promote` as for `Registry.register`. Raises `CartridgeExists` where other content has this id and
@@ -121,7 +114,7 @@ def pull(
                 raise CartridgeExists(f"{manifest.name} is registered with other content; {hint}")
             here = Path(found.location)
             if holds(here, manifest):
-                return Pulled(manifest, here, False)
+                return Moved(manifest, here, False)
         if root.exists() and not holds(root, manifest):
             raise CartridgeExists(f"{root} exists with other content; {hint}")
         if changed := not root.exists():
@@ -131,7 +124,7 @@ def pull(
         else:
             verified(root, progress)
         registry.register(root, promote=promote)
-    return Pulled(manifest, root, changed)
+    return Moved(manifest, root, changed)
 
 
 def fetch(

@@ -66,7 +66,7 @@ class S3Writer:
 
     def store(self, root: Path, manifest: Manifest, location: str, progress: Progress) -> None:
         """Store the artefact at `root` as `manifest` numbers it; see `transfer.push`. No change where it is there already."""
-        transfer.push(root, location, self._source, force=False, progress=progress, manifest=manifest)
+        transfer.push(root, location, self._source, progress=progress, manifest=manifest)
 
     def delete(self, location: str) -> None:
         """Delete an artefact. No change where it is not there."""
@@ -116,9 +116,9 @@ class DirectoryWriter:
     def delete(self, location: str) -> None:
         """Delete an artefact, and what a publisher that was killed left of it."""
         path = Path(location)
-        for part in path.parent.glob(f"*{path.name}*"):
-            shutil.rmtree(part, ignore_errors=True)
-        with suppress(OSError):  # others may be of this id
+        with suppress(OSError):  # another does the same, or has this id too
+            for part in path.parent.glob(f"*{path.name}*"):
+                shutil.rmtree(part)
             os.removedirs(path.parent)
 
     def close(self) -> None:

@@ -12,17 +12,13 @@ from typing import Any
 
 import posting
 import pytest
-from posting import CHUNK, KEYS, ROUTE, Served, serving
+from posting import CHUNK, ROUTE, Served, serving
 from recall.ward import ask, encode
-from serving import SERVER_ARGS
 from test_contexts import _family, _naming, _quietly
 from waiting import until
-from wards import MODEL, Asker, Ward
+from wards import Ward
 
 from lmcache_cartridge.errors import UnsupportedEngine
-from lmcache_cartridge.serve.launch import plan
-from lmcache_cartridge.serve.processes import ServerProcess
-from lmcache_cartridge.settings import from_mapping
 
 wards = posting.wards
 
@@ -137,11 +133,15 @@ def test_what_is_deleted_or_has_expired_is_gone_from_every_server_and_from_the_l
     one.right(again["id"], one.wards["third"], 4)
     assert two.asker.http.patch(f"{ROUTE}/{again['id']}", json={"ttl": 0.5}).status_code == 200
     _gone(library, again["id"], one, two)
-    for status, body, reason in (
-        (400, {"id": "third"}, "begins with ctx-"), (409, {"id": one.made(token_ids=[5] * CHUNK)["id"]}, "in use"),
-    ):  # fmt: skip
-        reply = two.post(token_ids=[7] * CHUNK, **body)
-        assert reply.status_code == status and reason in reply.text, reply.text
+    reply = two.post(token_ids=[7] * CHUNK, id="third")
+    assert reply.status_code == 400 and "begins with ctx-" in reply.text
+    # Both have the id made at once: the first keeps it.
+    kept = one.made(document=text, id="ctx-both")
+    reply = two.post(token_ids=[7] * CHUNK, id="ctx-both")
+    until(lambda: two.get("ctx-both").json().get("digest") == kept["digest"])
+    assert reply.status_code in (202, 409), reply.text
+    one.right("ctx-both", one.wards["third"], 4)
+    assert two.post(token_ids=[7] * CHUNK, id="ctx-both").status_code == 409
 
 
 def test_a_server_that_is_killed_while_it_publishes_leaves_nothing_half_made(
@@ -173,8 +173,6 @@ def test_a_server_that_is_killed_while_it_publishes_leaves_nothing_half_made(
                 served.right("ctx-half", wards["second"])
 
 
-def test_a_server_that_may_not_publish_does_not_start(tmp_path: Path) -> None:
-    settings = from_mapping({"home": tmp_path, "disk_dir": tmp_path, "contexts": True, "library": "/proc/library"})
-    launch = plan(MODEL, settings, vllm_args=[*SERVER_ARGS, "--api-key", *KEYS], l1_bytes=256 << 20)
-    with pytest.raises(UnsupportedEngine, match="/proc/library"), ServerProcess(launch, tmp_path / "log"):
+def test_a_server_that_may_not_publish_does_not_start(tmp_path: Path, wards: dict[str, Ward]) -> None:
+    with pytest.raises(UnsupportedEngine, match="/proc/library"), _serving(tmp_path, Path("/proc/library"), wards):
         pass
