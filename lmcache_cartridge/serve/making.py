@@ -29,6 +29,7 @@ from ..library.registry import Registry
 from ..sources.published import Library
 from .contexts import STATE, Context, Patched, Posted
 from .marks import Mark
+from .metrics import requests
 from .request import Refusal
 from .resolve import Selection
 
@@ -88,8 +89,12 @@ class Maker:
         self, ids: list[int], posted: Posted, tenant: str, chat: Chat | None = None
     ) -> tuple[Context, bool]:
         """Return the context of some tokens, and whether it was none and is made from now on. Raises as `post` does."""
-        self.check(posted)
-        context, is_new = await asyncio.to_thread(self._add, ids, posted, tenant, chat)
+        try:
+            self.check(posted)
+            context, is_new = await asyncio.to_thread(self._add, ids, posted, tenant, chat)
+        except (Refusal, CartridgeError):
+            requests().context("refused")
+            raise
         if is_new:
             self._making[context.id] = task = asyncio.create_task(self._make(context, ids, posted, chat))
             task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
@@ -192,9 +197,12 @@ class Maker:
         try:
             async with self._turn:
                 context = await self._written(context, ids, chat)
-            return await asyncio.to_thread(self._registered, context, posted)
+            context = await asyncio.to_thread(self._registered, context, posted)
+            requests().context("made", time.time() - context.created_at)
+            return context
         except Exception as error:
             logger.exception("%s was not made", context.id)
+            requests().context("failed")
             if type(error) is OSError:
                 error = Refusal(507, f"the context cannot be written: {error.strerror}")
             soon = time.time() + _LEASE_S
@@ -251,6 +259,8 @@ class Maker:
         for row in self._run("SELECT * FROM contexts WHERE expires_at <= ?", now):
             with suppress(SourceError):  # it is tried again
                 self.remove(Context(*row))
+        for (total,) in self._run("SELECT total(bytes) FROM contexts"):
+            requests().context_bytes.set(total)
 
     def remove(self, context: Context) -> None:
         """Take a context out of the registry, the disk and the table; what is begun here is ended by whoever tidies up next.

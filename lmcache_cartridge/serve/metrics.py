@@ -84,6 +84,9 @@ SERVER_NUMBERS = (
     Number("lost_prompts", "counter", "Used requests whose KV was lost after all: document (text in its place) or error."),
     Number("canaries", "counter", "Canaries asked: passed, accepted (`accept_weights`), failed (set aside) or unfinished (asked again)."),
     Number("own_tokens", "counter", "Prompt tokens of contexts and canaries, which no client is billed: computed or cached."),
+    Number("contexts", "counter", "Contexts asked for that were not there: made, failed or refused."),
+    Number("context_seconds", "histogram", "Time that a context took to be made, behind others too."),
+    Number("context_bytes", "gauge", "Bytes of the contexts there are; of servers that share a library take max, not sum."),
     Number("positions", "counter", "Prompt positions that cartridges with KV took in used requests."),
     Number("request_wait_seconds", "histogram", "Time a request waited for its cartridges to be loaded."),
     Number("waiting_requests", "gauge", "Requests that wait for their cartridges now."),
@@ -103,6 +106,7 @@ OUTCOMES = {
     "lost_prompts": ("document", "error"),
     "canaries": ("passed", "accepted", "failed", "unfinished"),
     "own_tokens": ("computed", "cached"),
+    "contexts": ("made", "failed", "refused"),
 }
 """Metrics with the label `outcome`, and its values that are exported from the start, so that rates see the first."""
 
@@ -232,6 +236,9 @@ class RequestMetrics:
         self._lost = _metric("lost_prompts", registry)
         self._canaries = _metric("canaries", registry)
         self._own = _metric("own_tokens", registry)
+        self._contexts = _metric("contexts", registry)
+        self._making = _metric("context_seconds", registry, buckets=_WAIT_SECONDS)
+        self.context_bytes = _metric("context_bytes", registry, multiprocess_mode="mostrecent")
         self._positions = _metric("positions", registry)
         self._waits = _metric("request_wait_seconds", registry, buckets=_WAIT_SECONDS)
         self._waiting = _metric("waiting_requests", registry, multiprocess_mode="livesum")
@@ -280,6 +287,12 @@ class RequestMetrics:
         """Count a prompt of the server's own, of which so many tokens were not computed."""
         self._own.labels("cached").inc(cached)
         self._own.labels("computed").inc(tokens - cached)
+
+    def context(self, outcome: Literal["made", "failed", "refused"], seconds: float | None = None) -> None:
+        """Count a context that was asked for, and how long it took."""
+        self._contexts.labels(outcome).inc()
+        if seconds is not None:
+            self._making.observe(seconds)
 
     def lost(self, outcome: Literal["document", "error"]) -> None:
         """Count a prompt whose KV was lost on the way."""

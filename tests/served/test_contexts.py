@@ -289,6 +289,28 @@ def test_a_thousand_texts_at_once_are_made_in_turn_or_told_to_come_again(served:
         served.asker.http.delete(f"{ROUTE}/{name}")
 
 
+def test_what_was_made_and_refused_is_counted(served: Served) -> None:
+    def numbers() -> dict[str, float]:
+        text = served.asker.http.get("/metrics").text
+        rows = re.findall(r"^lmcache_cartridge_(context\w+)(?:\{(.*)\})? (\S+)$", text, re.MULTILINE)
+        return {" ".join([name, *re.findall(r'outcome="(\w+)"', labels)]): float(value) for name, labels, value in rows}
+
+    before = numbers()
+    made = served.made(token_ids=served.wards["fourth"].ids[5 : CHUNK + 9])
+    assert served.post(token_ids=[]).status_code == 400
+    served.fault.write_text(json.dumps({"captured": "swapped"}))
+    try:
+        served.post(token_ids=served.wards["fourth"].ids[: 2 * CHUNK])
+        until(lambda: numbers()["contexts_total failed"] > before["contexts_total failed"])
+    finally:
+        served.fault.unlink()
+    since = {name: value - before[name] for name, value in numbers().items()}
+    assert [since[f"contexts_total {outcome}"] for outcome in ("made", "failed", "refused")] == [1, 1, 1]
+    assert since["context_seconds_count"] == 1 and 0 < since["context_seconds_sum"] < 600
+    registry = Registry(served.settings.registry_path, read_only=True)
+    until(lambda: numbers()["context_bytes"] == sum(row.bytes for row in registry.all()) >= made["bytes"])
+
+
 def test_a_client_that_leaves_has_its_context_made_all_the_same_and_others_wait_for_it(served: Served) -> None:
     ward = served.wards["third"]
     text = ward.document.text[: len(ward.document.text) // 4 * 3]
