@@ -23,7 +23,6 @@ from .locks import locked
 from .s3 import S3Source
 from .transfer import Progress
 
-_PROBE = "library.probe"
 _WRITES = 8
 """Conditional writes at once that tell whether a server decides between them."""
 _WAIT_S = 120.0
@@ -37,7 +36,7 @@ class S3Writer:
         self._location, self._source = location, source
 
     def check(self) -> None:
-        probe = f"{_PROBE}.{uuid.uuid4().hex}"  # its own, so that none but these writes meet
+        probe = f"library.probe.{uuid.uuid4().hex}"  # its own, so that none but these writes meet
         self._source.upload(self._location, probe, BytesIO())
         known = self._source.revision(self._location, probe)
         try:
