@@ -41,7 +41,8 @@ def pair(
     home = tmp_path_factory.mktemp("pair")
     with ExitStack() as stack:
         one, two = (
-            stack.enter_context(_serving(home / mode, library, wards, mode)) for mode in ("in-process", "multiprocess")
+            stack.enter_context(_serving(home / mode, library, wards, mode, roots=(str(library),)))
+            for mode in ("in-process", "multiprocess")
         )
         yield one, two
 
@@ -82,7 +83,7 @@ def test_what_one_server_made_every_server_answers_by(pair: tuple[Served, Served
     assert manifest.json()["digest"] == made["digest"]
 
 
-def test_for_others_there_is_none_of_the_name_on_any_server(pair: tuple[Served, Served]) -> None:
+def test_for_others_there_is_none_of_the_name_on_any_server(pair: tuple[Served, Served], library: Path) -> None:
     one, two = pair
     ward = one.wards["second"]
     made = one.made(document=ward.document.text, cache_salt="mine", labels=["of-mine"])
@@ -90,6 +91,8 @@ def test_for_others_there_is_none_of_the_name_on_any_server(pair: tuple[Served, 
     for served in pair:
         served.right(made["id"], ward, 4, cache_salt="mine")
         for asker in (served.asker, served.other):
+            (place,) = map(str, library.glob(f"cartridges/{made['id']}/1/*"))
+            assert asker.http.post("/v1/completions", json=_naming(place)).status_code == 404
             for name in (made["id"], "of-mine", f"{made['id']}@1"):
                 assert asker.http.post("/v1/completions", json=_naming(name)).status_code == 404
                 assert served.get(name, asker).status_code == 404
