@@ -67,7 +67,7 @@ def push(
                 "use the old one"
             )
         source.delete(location, reading.MANIFEST)
-    elif there is not None and _is_complete(there, location, source):
+    elif there and _is_complete(there, location, source):
         return Moved(there, root, False)
     if reading.load_manifest(root).digest != manifest.digest:
         raise ArtifactError(f"{root} was replaced while it was pushed; push it again")
