@@ -25,6 +25,8 @@ from .http import current
 
 STATE = "ctx."
 """What such a label begins with."""
+PUBLISHED = f"/cartridges/{CONTEXT}"
+"""In the location of each in a published library: none can be named by it."""
 _TAKE_IN = """INSERT INTO contexts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, 0, NULL, NULL) ON CONFLICT (id) DO UPDATE SET
 tenant = excluded.tenant, key = excluded.key, expires_at = excluded.expires_at, bytes = excluded.bytes, done = excluded.done,
 digest = excluded.digest, error = NULL"""

@@ -25,7 +25,6 @@ from ..artifact.lru import Lru
 from ..artifact.manifest import MAX_TOKENS, Manifest
 from ..artifact.model import Fingerprint, check_shift
 from ..engine.host_api import share
-from ..engine.trust import CONTEXT
 from ..errors import (
     CartridgeError,
     CartridgeNotFound,
@@ -42,7 +41,7 @@ from ..library.registry import Registry, RegistryEntry
 from ..settings import Settings
 from ..sources.s3 import S3Source
 from ..sources.sources import Sources
-from .contexts import Contexts
+from .contexts import PUBLISHED, Contexts
 from .imported import SUFFIX, Imports
 from .request import NeedsReading, Reference, Refusal, StillMade, Unservable, shorten, without_paths
 
@@ -56,8 +55,6 @@ _REFUSED_S = _REPLACED_S = 1.0
 """How long a version that an engine refused is passed over where an older one may stand in; how often S3 is asked again
 where the copy that is here is not what was registered."""
 _WARN_EVERY_S = 60.0
-_PUBLISHED = f"/cartridges/{CONTEXT}"
-"""In the location of each context in a published library: none can be named by it."""
 
 
 class Selection(NamedTuple):
@@ -416,15 +413,13 @@ class Resolver:
         except (OSError, ValueError, RuntimeError):
             real = None
         roots = [root.resolve() for root in self._settings.roots]
-        is_private = real is not None and (
-            real.is_relative_to(self._settings.contexts_dir.resolve()) or _PUBLISHED in str(real)
-        )
+        is_private = PUBLISHED in str(real) or real and real.is_relative_to(self._settings.contexts_dir.resolve())
         if real is None or is_private or not path.is_absolute() or not any(map(real.is_relative_to, roots)):
             raise Refusal(404, f"no cartridge is at {_shown(reference)} {_under('roots', self._settings.roots)}")
         return real
 
     def _check_bucket(self, reference: Reference) -> None:
-        if _PUBLISHED in reference.id or not allowed(reference.id, self._settings.buckets):
+        if PUBLISHED in reference.id or not allowed(reference.id, self._settings.buckets):
             raise Refusal(404, f"no cartridge is at {_shown(reference)} {_under('buckets', self._settings.buckets)}")
 
     def _imported(self, reference: Reference, where: str) -> Path:
