@@ -7,6 +7,7 @@ taken as notice every time.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +21,7 @@ from ..memory.layout import DTYPES
 from ..memory.rope import rotate, shift
 from .model import CausalModel
 from .progress import Progress, silent
+from .train.packing import Packed, prefix_mask
 
 ANSWER = 8
 """Tokens of an answer."""
@@ -113,7 +115,7 @@ def _moved(model: CausalModel, kv: torch.Tensor, reach: int) -> torch.Tensor | N
 def _misplaced(model: CausalModel, moved: torch.Tensor, start: int) -> Iterator[torch.Tensor]:
     """Yield the KV with the keys of one layer from `start` on rotated wrongly, for a few layers."""
     last = moved.shape[1] - 1
-    for layer in sorted({round(last * n / (_DAMAGED - 1)) for n in range(_DAMAGED)}):
+    for layer in _spread(last):
         damaged = moved.clone()
         damaged[0, layer, start:] = rotate(moved[0, layer, start:], model.fingerprint.rope[0], start)
         yield damaged
@@ -143,7 +145,7 @@ def _ask(model: CausalModel, kv: torch.Tensor, rows: Sequence[list[int]]) -> lis
     with rounding(model) as again:
         for seed, coarse in enumerate(_DRAWS):
             again(seed, coarse)
-            apart.append(_apart(model, kv, asked))
+            apart.append(_apart(model, kv, asked, together=False))  # so that each question draws noise of its own
     for place, (each, drawn) in enumerate(zip(asked, zip(*apart, strict=True), strict=True)):
         unsure = torch.stack(drawn).amax((0, 2)).tolist()
         ends = (n for n, top in enumerate(each.answer.logprobs, 1) if top[0] - top[1] < 3 * unsure[n - 1])
@@ -154,43 +156,67 @@ def _ask(model: CausalModel, kv: torch.Tensor, rows: Sequence[list[int]]) -> lis
     return _in_fp8(model, kv, asked)
 
 
-@torch.inference_mode()
 def _greedy(model: CausalModel, kv: torch.Tensor, rows: Sequence[list[int]]) -> list[Asked]:
     """Return the likeliest answer to each row after `kv`, whose noise is yet to be measured."""
-    found: dict[int, Asked] = {}
-    for part in model.passes(rows, kv):
-        cache, ids, steps = model.cache(kv, len(part)), torch.tensor([rows[n] for n in part], device=model.device), []
-        for _ in range(ANSWER):
-            logits = model.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-            steps.append(logits[..., : model.fingerprint.vocab_size].float().cpu().log_softmax(-1))
-            ids = steps[-1].argmax(-1).to(model.device)
-        for index, logprobs in zip(part, torch.cat(steps, 1), strict=True):
-            best = logprobs.topk(min(TOP, logprobs.shape[1]))
-            values = best.values.double().round(decimals=4)
-            likeliest, values = (tuple(map(tuple, each.tolist())) for each in (best.indices, values))
-            found[index] = Asked(tuple(rows[index]), Expected(likeliest, values, 1e-4))
-    return [found[index] for index in range(len(rows))]
-
-
-@torch.inference_mode()
-def _logprobs(model: CausalModel, kv: torch.Tensor, asked: Sequence[Asked]) -> list[torch.Tensor]:
-    """Return float32 logprobs `[tokens, vocabulary]` where each answer's tokens are after `kv`."""
-    rows = [[*each.question, *(tokens[0] for tokens in each.answer.tokens[:-1])] for each in asked]
-    found: list[torch.Tensor] = [torch.empty(0)] * len(rows)
-    for part in model.passes(rows, kv):
-        ids = torch.tensor([rows[index] for index in part], device=model.device)
-        logits = model.model(input_ids=ids, past_key_values=model.cache(kv, len(part)), use_cache=True).logits
-        for index, each in zip(part, logits, strict=True):
-            last = each[-len(asked[index].answer.tokens) :, : model.fingerprint.vocab_size]
-            found[index] = last.float().cpu().log_softmax(-1)
+    found = []
+    for row, logprobs in zip(rows, _read(model, kv, rows, ANSWER - 1), strict=True):
+        best = logprobs[-ANSWER:].topk(min(TOP, logprobs.shape[1]))
+        numbers = best.indices, best.values.double().round(decimals=4)
+        likeliest, values = (tuple(map(tuple, each.tolist())) for each in numbers)
+        found.append(Asked(tuple(row), Expected(likeliest, values, 1e-4)))
     return found
 
 
-def _apart(model: CausalModel, kv: torch.Tensor, asked: Sequence[Asked]) -> list[torch.Tensor]:
+def _logprobs(
+    model: CausalModel, kv: torch.Tensor, asked: Sequence[Asked], *, together: bool = True
+) -> list[torch.Tensor]:
+    """Return float32 logprobs `[tokens, vocabulary]` where each answer's tokens are after `kv`."""
+    rows = [[*each.question, *(tokens[0] for tokens in each.answer.tokens[:-1])] for each in asked]
+    read = _read(model, kv, rows, together=together)
+    return [found[-len(each.answer.tokens) :] for found, each in zip(read, asked, strict=True)]
+
+
+@torch.inference_mode()
+def _read(
+    model: CausalModel, kv: torch.Tensor, rows: Sequence[list[int]], more: int = 0, *, together: bool = True
+) -> list[torch.Tensor]:
+    """Return float32 logprobs `[tokens, vocabulary]` after each token of each row behind `kv`, and of so many `more`, the
+    likeliest.
+
+    `together` all rows stand in one, which has one copy of the KV, and a mask keeps them apart; else, or where layers have
+    windows or distances, which that mask has not, those of one length go through one pass.
+    """
+    found: list[torch.Tensor] = [torch.empty(0)] * len(rows)
+    together = together and not model.has_alibi and (model.sight or sys.maxsize) >= kv.shape[2] + _LONGEST + ANSWER
+    for part in [list(range(len(rows)))] if together else model.passes(rows, kv):
+        count, prefix = 1 if together else len(part), kv.shape[2]
+        table = [(index, at, token) for index in part for at, token in enumerate(rows[index])]
+        owner, at, ids = torch.tensor(table, device=model.device).T
+        last = torch.tensor([len(rows[index]) for index in part], device=model.device).cumsum(0) - 1
+        cache, behind, steps, how = model.cache(kv, count), owner[:0], [], {}
+        for _ in range(1 + more):
+            behind = torch.cat([behind, owner])
+            if together:
+                allowed = (owner[:, None] == behind).tril(len(behind) - len(owner))
+                packed = Packed([], ids[None], at[None], allowed[None])
+                how = {"position_ids": packed.offsets + prefix, "attention_mask": prefix_mask(packed, prefix, kv.dtype)}
+            logits = model.model(input_ids=ids.view(count, -1), past_key_values=cache, use_cache=True, **how).logits
+            steps.append(logits.flatten(0, 1)[:, : model.fingerprint.vocab_size].float().log_softmax(-1))
+            ids, at, owner = steps[-1][last].argmax(-1), at[last] + 1, owner[last]
+            last = torch.arange(len(part), device=model.device)
+        every = torch.cat(steps)
+        for index in part:
+            found[index] = every[behind == index].cpu()
+    return found
+
+
+def _apart(
+    model: CausalModel, kv: torch.Tensor, asked: Sequence[Asked], *, together: bool = True
+) -> list[torch.Tensor]:
     """Return for each question how far each logprob of its answer is from the expected one when the KV is `kv`."""
     return [
         (found.gather(1, torch.tensor(each.answer.tokens)) - torch.tensor(each.answer.logprobs)).abs()
-        for found, each in zip(_logprobs(model, kv, asked), asked, strict=True)
+        for found, each in zip(_logprobs(model, kv, asked, together=together), asked, strict=True)
     ]
 
 
@@ -218,8 +244,13 @@ def cut_off(kv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _damages(kv: torch.Tensor, chunk_tokens: int) -> Iterator[torch.Tensor]:
     """Yield the KV with one chunk damaged, for a few chunks."""
     last = max(0, kv.shape[2] // chunk_tokens - 1)
-    for chunk in sorted({round(last * n / (_DAMAGED - 1)) for n in range(_DAMAGED)}):
+    for chunk in _spread(last):
         yield in_another_layout(kv, chunk * chunk_tokens, chunk_tokens)
+
+
+def _spread(last: int) -> list[int]:
+    """Return a few of the numbers from 0 to `last`, both among them."""
+    return sorted({round(last * n / (_DAMAGED - 1)) for n in range(_DAMAGED)})
 
 
 def in_another_layout(kv: torch.Tensor, start: int, count: int) -> torch.Tensor:
