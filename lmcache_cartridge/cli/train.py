@@ -54,9 +54,7 @@ RECIPE: dict[str, int | float | tuple[str, ...]] = {
     "seed": 0, "answer_tokens": 1, "ask_as": ("chat", "text"), "max_model_len": 1,
     "init": ("compact", "sci", "first-k", "vocab", "random"),
 }  # fmt: skip
-"""What `--set` takes: what each may be, or the least number it may be. Training starts from `init`: the document compacted
-for the questions; KV of 64-token chunks sampled over it; of its first p tokens; of random vocabulary tokens; random N(0, 0.02).
-"""
+"""What `--set` takes: what each may be, or the least number it may be."""
 ANSWER_TOKENS = 64
 """Longest answer that `evaluate` asks for."""
 
@@ -87,7 +85,7 @@ def train(
     ] = 4000,
     set: Annotated[
         list[str],
-        option(f"another setting of the training, as jitter=0; may be given often: {', '.join(RECIPE)}", metavar="NAME=VALUE"),
+        option(f"another setting of the training, as jitter=0; may be given often: {', '.join(RECIPE)}. init is where it starts: compact, the document compacted for the questions; sci, KV of 64-token chunks sampled over it; first-k, KV of its first p tokens; vocab, KV of random vocabulary tokens; random, N(0, 0.02)", metavar="NAME=VALUE"),
     ] = [],  # noqa: B006  Typer copies it
     accept: Accept = None,
     restart: Annotated[bool, option("forget an interrupted training of this id", "--restart")] = False,
