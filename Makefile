@@ -47,8 +47,8 @@ docs: $(READY)
 
 lint: $(READY)
 	$(SITE)
-	$(BIN)/ruff format --check --line-length 120 lmcache_cartridge tests benchmarks docs
-	$(BIN)/ruff check --line-length 120 --select E,F,I,UP,B,SIM,RET,C4,PIE,PTH --ignore E501,SIM905 lmcache_cartridge tests benchmarks docs
+	$(BIN)/ruff format --check lmcache_cartridge tests benchmarks docs
+	$(BIN)/ruff check lmcache_cartridge tests benchmarks docs
 	$(BIN)/mypy
 
 # --no-deps: the locks are complete, and pip's own resolution would add CUDA builds that break a CPU torch.
