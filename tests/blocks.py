@@ -19,7 +19,6 @@ import torch
 from lmcache_cartridge.cli.recall import MODEL_DIR
 from lmcache_cartridge.memory.layout import DTYPES, ChunkShape
 
-torch.set_num_threads(1)  # with more, everything here takes ten times as long while the machine is busy
 _QUIET = {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_LOG_LEVEL": "WARNING", "VLLM_LOGGING_LEVEL": "ERROR"}
 
 

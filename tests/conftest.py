@@ -9,6 +9,9 @@ import shutil
 import tempfile
 from pathlib import Path
 
+# The models are tiny: more threads than one only wait for each other, and with another number sums are rounded otherwise.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 import pytest
 from forking import Parent, substitute
 from homes import clock, home, opened  # noqa: F401

@@ -17,8 +17,6 @@ from lmcache_cartridge.make.train import lesson
 from lmcache_cartridge.make.train.initial import prefilled
 from lmcache_cartridge.make.train.lesson import Lesson
 
-torch.set_num_threads(1)
-
 MODEL = str(MODEL_DIR)
 TRAINED, UNSEEN = (QUESTIONS[0], QUESTIONS[2]), QUESTIONS[1]
 """Wordings to make cartridges for, and one that only asks."""

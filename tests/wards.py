@@ -25,9 +25,6 @@ from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.make.payload import pack
 from lmcache_cartridge.settings import Settings
 
-# The model is tiny, and threads that contend with a server's made it 10 to 100 times slower.
-torch.set_num_threads(1)
-
 MODEL = str(MODEL_DIR)
 SURE = 2.0
 """Logits by which a right answer must lead in transformers to be expected of vLLM, whose bfloat16 rounds otherwise."""

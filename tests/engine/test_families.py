@@ -39,8 +39,6 @@ from lmcache_cartridge.make import prefill
 from lmcache_cartridge.make.document import check_fits
 from lmcache_cartridge.make.model import CausalModel
 
-torch.set_num_threads(1)  # tiny models; more threads only contend
-
 NOISE = 1e-4
 """Relative error of float32 keys. Measured: at most 2e-5; of keys of a layer rotated that should not be, or not rotated:
 0.3 and more."""

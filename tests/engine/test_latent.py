@@ -28,7 +28,6 @@ with quietly():
     from lmcache_cartridge.engine.describe import check_vllm
     from lmcache_cartridge.engine.latent import check_latents
 
-torch.set_num_threads(1)
 
 IDS, MORE = list(range(5, 105)), list(range(250, 330))
 

@@ -39,9 +39,6 @@ from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.make.payload import as_served
 from lmcache_cartridge.memory.rope import shift_keys
 
-# The models are tiny, and threads that contend with each other make them slower.
-torch.set_num_threads(1)
-
 CHUNK = 64
 POSITIONS = 320
 _SIZE: dict[str, Any] = {

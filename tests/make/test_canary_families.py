@@ -12,8 +12,6 @@ from families import FAMILIES, make_model
 from lmcache_cartridge.make import canary
 from lmcache_cartridge.make.model import CausalModel
 
-torch.set_num_threads(1)
-
 TOKENS = 100
 
 

@@ -34,8 +34,6 @@ from lmcache_cartridge.make.train import lesson, packing
 from lmcache_cartridge.make.train.initial import FROZEN, RATE, prefilled
 from lmcache_cartridge.make.train.packing import Example
 
-torch.set_num_threads(1)
-
 P4, P16, P32 = 128, 32, 16
 SINGLE = ("--dtype", "float32")
 """In bfloat16 a processor may take several times as long; one test has the model in its own dtype."""

@@ -30,9 +30,6 @@ from lmcache_cartridge.serve.launch import Launch, Mode, server_command
 from lmcache_cartridge.serve.processes import SMALL, ServerProcess
 from lmcache_cartridge.settings import Settings, from_mapping
 
-# The models are tiny, and threads that contend with a server's made them 10 to 100 times slower.
-torch.set_num_threads(1)
-
 PARALLEL = SMALL | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_SERVER_DEV_MODE": "1"}
 """For several workers, and with the routes of development: vLLM can be told to forget its blocks."""
 TIERS = "0,0.5,1b,3cross,10,11"

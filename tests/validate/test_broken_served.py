@@ -25,7 +25,6 @@ from lmcache_cartridge.serve.launch import plan
 from lmcache_cartridge.serve.processes import SMALL, ServerProcess
 from lmcache_cartridge.settings import from_mapping
 
-torch.set_num_threads(1)
 CHUNK, POSITIONS = 64, 192
 OPTIONS = ["--dtype", "float32", "--max-model-len", "1024", "--block-size", "32"]
 
