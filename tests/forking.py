@@ -1,4 +1,4 @@
-"""Servers of tests, forked from a process that has imported vLLM: imports are three quarters of a start's processor time.
+"""Servers of tests, forked from a process that has imported vLLM, LMCache and ours: a start by command is imports for the most part.
 
 What is forked runs the same program with the same arguments and environment, and differs from a start by command in nothing but
 when modules were imported, and that the engine and its workers are forked in turn. A server whose environment changes what is
@@ -8,6 +8,7 @@ imported is started as users start it, and so are all that commands start (`serv
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib
 import json
 import multiprocessing
@@ -19,6 +20,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -32,6 +34,22 @@ PRELOADED = (
     "vllm.v1.engine.async_llm",
     "vllm.v1.executor.uniproc_executor",
     "vllm.v1.worker.cpu_worker",
+)
+PRELOADED_LAST = (
+    "vllm.entrypoints.anthropic.api_router",
+    "vllm.entrypoints.generate.api_router",
+    "vllm.entrypoints.scale_out.factories",
+    "vllm.model_executor.layers.quantization.online.base",
+    "lmcache.integration.vllm.lmcache_mp_connector",
+    "lmcache.integration.vllm.vllm_v1_adapter",
+    "lmcache.v1.multiprocess.http_server",
+    "lmcache_cartridge.engine.backend",
+    "lmcache_cartridge.engine.inject",
+    "lmcache_cartridge.engine.l2",
+    "lmcache_cartridge.engine.mp_connector",
+    "lmcache_cartridge.serve.plugin",
+    "model_hosting_container_standards.sagemaker",
+    "ray.dag",
 )
 _READ_LATE = (
     "AWS_", "LMCACHE_", "OMP_NUM_THREADS", "PYTEST_", "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_CPU_OMP_THREADS_BIND",
@@ -121,6 +139,16 @@ def main() -> None:
     os.dup2(2, 1)
     for name in PRELOADED:
         importlib.import_module(name)
+    platform = importlib.import_module("vllm.platforms").current_platform
+    platform.register_triton_kernel_overrides()  # it looks at every module, so once, and before there are more
+    type(platform).register_triton_kernel_overrides = classmethod(lambda _: None)
+    for name in PRELOADED_LAST:
+        importlib.import_module(name)
+    # What ends takes the modules with it, and what collects garbage finds none in them.
+    for final in weakref.finalize._registry:
+        final.atexit = False
+    gc.collect()
+    gc.freeze()
     running: set[int] = set()
     for line in sys.stdin:
         question = json.loads(line)
