@@ -1,6 +1,6 @@
 """A plugin with faults, to be named in an LMCache YAML: chunks it promised are not handed out, or come late.
 
-The JSON file `FAULTY_FILE` says which, and may change while the server runs:
+The JSON file `LMCACHE_FAULTY_FILE` says which, and may change while the server runs:
 `{"drop": 3}` for a chunk that is never handed out, `{"slow_s": 1.5}` for every load taking that long,
 `{"unpacked": true}` for chunks in another layout than the engine's, `{"rotate": "all"}` for keys rotated in every layer,
 `{"captured": "swapped"}` or `"late"` for what is fetched of the engine with keys for values, or a layer late, and
@@ -63,5 +63,5 @@ break_kv()
 
 
 def _fault(name: str) -> Any:
-    path = os.environ.get("FAULTY_FILE")
+    path = os.environ.get("LMCACHE_FAULTY_FILE")
     return json.loads(Path(path).read_text()).get(name) if path and Path(path).exists() else None

@@ -1,6 +1,6 @@
 """A plugin whose engine is broken, to be named in an LMCache YAML as `faulty` is, which is in it.
 
-`FAULTY_FILE` says how: `{"kv": NAME}` for chunks of which something is in a wrong place, a name of `WRONG`;
+`LMCACHE_FAULTY_FILE` says how: `{"kv": NAME}` for chunks of which something is in a wrong place, a name of `WRONG`;
 `{"loads": "nothing"}` for a connector that writes nothing to vLLM's blocks; `{"salts": "ignored"}` for a prefix cache that
 all tenants share.
 """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -108,10 +107,7 @@ def serving(
         lmcache=launch.lmcache and [word.replace(module, faulty) for word in launch.lmcache],
     )
     fault = home / "fault.json"
-    environment = PARALLEL | {
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]),
-        "FAULTY_FILE": str(fault),
-    }  # fmt: skip
+    environment = PARALLEL | {"LMCACHE_FAULTY_FILE": str(fault)}
     with ExitStack() as stack:
         server = stack.enter_context(ServerProcess(launch, home / "log", environment=environment))
         one, two = (stack.enter_context(Asker(server.url, key)) for key in KEYS)

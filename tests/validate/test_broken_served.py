@@ -61,7 +61,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     launch = plan(str(path), settings, chunk_tokens=CHUNK, vllm_args=[*SERVER_ARGS, *OPTIONS])
     launch = launch._replace(yaml=launch.yaml.replace("lmcache_cartridge.engine.backend", "faulty_engine"))
     faults = home / "faults.json"
-    environment = SMALL | {"FAULTY_FILE": str(faults), "PYTHONPATH": str(Path(__file__).parents[1])}
+    environment = SMALL | {"LMCACHE_FAULTY_FILE": str(faults)}
     with ServerProcess(launch, home / "log", environment=environment) as server:
         yield Served(server.url, home, faults)
 
