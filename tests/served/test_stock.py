@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 import yaml
-from matrix import REST, YAML, Way, installed, stock
+from matrix import REST, YAML, Way, stock
 from processor import noise
 from serving import SERVER_ARGS, Client, difference, question_ids, stale_installation
 from waiting import until
@@ -23,7 +23,7 @@ from lmcache_cartridge.errors import UnsupportedEngine
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make import prefill
 from lmcache_cartridge.make.model import CausalModel
-from lmcache_cartridge.serve.launch import plan
+from lmcache_cartridge.serve.launch import allowed_plugins, plan
 from lmcache_cartridge.serve.processes import ServerProcess
 from lmcache_cartridge.settings import from_mapping
 
@@ -54,35 +54,8 @@ REFUSE = {
         "or a flat key of extra_config, does not name it",
     ),
     "a variable that is no JSON": (Way(environment={"LMCACHE_EXTRA_CONFIG": "{"}), "LMCACHE_EXTRA_CONFIG: "),
-    "vLLM's server in Rust": (Way(environment={"VLLM_USE_RUST_FRONTEND": "1"}), "vLLM's server in Rust has no request API"),
-    "plugins without ours, on a GPU": (
-        Way(environment={"VLLM_PLUGINS": "as_on_a_gpu"}), "LMCacheConnectorV1 is not ours, and writes wrong KV"
-    ),
 }  # fmt: skip
-"""What starts no server, and what its log says. Under plugins without ours LMCache has no connector for CPU and drops out, so
-that nothing of ours runs there; with a connector, as it has one on a GPU, it makes our plugin."""
-
-_AS_ON_A_GPU = """
-import importlib.abc, importlib.util, sys
-from unittest.mock import MagicMock
-
-class Finder(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name != "lmcache.v1.gpu_connector":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        run = spec.loader.exec_module
-        def exec_module(module):
-            run(module)
-            from lmcache.v1.gpu_connector.gpu_connectors import GPUConnectorInterface
-            module.CreateGPUConnector = lambda *_, **__: MagicMock(spec=GPUConnectorInterface)
-        spec.loader.exec_module = exec_module
-        return spec
-
-def register():
-    sys.meta_path.insert(0, Finder())
-"""
+"""What starts no server, and what its log says."""
 
 
 @pytest.fixture(scope="module")
@@ -126,9 +99,8 @@ def test_the_request_api_is_there_and_names_are_answered_from_the_cartridge(clie
 def test_a_server_that_would_answer_without_cartridges_does_not_start(tmp_path: Path, way: str) -> None:
     given, reason = REFUSE[way]
     launch = stock(tmp_path, tmp_path, given)
-    modules = tmp_path / "modules"
-    (modules / "as_on_a_gpu.py").write_text(_AS_ON_A_GPU)
-    installed(modules, "as-on-a-gpu", "1", "[vllm.general_plugins]\nas_on_a_gpu = as_on_a_gpu:register\n")
+    del launch.environment["PYTHONPATH"]  # as those of servers that are forked
+    launch.environment.update(VLLM_PLUGINS=allowed_plugins(), VLLM_NO_USAGE_STATS="1")
     with pytest.raises(UnsupportedEngine), ServerProcess(launch, tmp_path / "log"):
         pass
     assert reason in (tmp_path / "log").read_text()
@@ -141,16 +113,6 @@ def test_an_engine_without_an_adapter_in_lmcaches_server_does_not_start(tmp_path
     with pytest.raises(UnsupportedEngine), ServerProcess(launch._replace(command=command), tmp_path / "log"):
         pass
     assert "no cartridge adapter listens" in (tmp_path / "log").read_text(errors="replace")
-
-
-def test_a_server_whose_request_api_vllm_cannot_load_does_not_start(tmp_path: Path) -> None:
-    """As after an upgrade that moved the plugin under an installation that still names the old place."""
-    stale = stale_installation(tmp_path, "lmcache_cartridge.endpoint_plugin:CartridgePlugin")
-    launch = plan(str(MODEL_DIR), from_mapping({"home": tmp_path}), vllm_args=SERVER_ARGS)
-    launch = launch._replace(environment=launch.environment | {"PYTHONPATH": str(stale)})
-    with pytest.raises(UnsupportedEngine), ServerProcess(launch, tmp_path / "log", timeout_s=240):
-        pass
-    assert "install lmcache-cartridge again" in (tmp_path / "log").read_text()
 
 
 _ONCE = """
@@ -167,35 +129,47 @@ def __getattr__(name):
 
 
 def test_a_server_whose_scheduler_refuses_in_the_workers_process_ends(tmp_path: Path) -> None:
-    """LMCache's storage thread is there by then, and nobody else would end it."""
+    """LMCache's storage thread is there by then, and nobody else would end it. An installation that names an old place of the
+    request API, as after an upgrade, is refused in the same way.
+    """
     (tmp_path / "once.py").write_text(_ONCE)
     stale = stale_installation(tmp_path, "once:CartridgePlugin")
     arguments = [*SERVER_ARGS, "--distributed-executor-backend", "uni"]
     launch = plan(str(MODEL_DIR), from_mapping({"home": tmp_path}), vllm_args=arguments)
     launch = launch._replace(environment=launch.environment | {"PYTHONPATH": str(stale)})
-    server = ServerProcess(launch, tmp_path / "log", timeout_s=240)
+    server = ServerProcess(launch, tmp_path / "log", timeout_s=900)
     with pytest.raises(UnsupportedEngine), server:
         pass
     log = (tmp_path / "log").read_text()
     assert "the worker has asked" in log and server.poll() == 1, "ended by itself"
+    assert "install lmcache-cartridge again" in log
 
 
 _LOADED = """
 import json, os, sys
-from vllm.plugins import load_general_plugins
-load_general_plugins()
-from lmcache_cartridge.serve.stock import register
-register()
-assert "lmcache" not in sys.modules, "on CPU that import breaks vLLM when it comes too early"
-from vllm.config import KVTransferConfig
+import vllm.config, vllm.plugins
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-chosen = []
-for transfer in json.loads(sys.argv[1]):
-    try:
-        chosen.append(KVConnectorFactory.get_connector_class(KVTransferConfig(kv_role="kv_both", **transfer)).__name__)
-    except ImportError as error:
-        chosen.append(type(error).__name__)
-print(json.dumps([chosen, os.environ.get("VLLM_PLUGINS")]))
+
+def look(file):
+    os.environ["LMCACHE_CONFIG_FILE"] = file
+    vllm.plugins.load_general_plugins()
+    from lmcache_cartridge.serve.stock import register
+    register()
+    assert "lmcache" not in sys.modules, "on CPU that import breaks vLLM when it comes too early"
+    chosen = []
+    for transfer in json.loads(sys.argv[1]):
+        try:
+            transfer = vllm.config.KVTransferConfig(kv_role="kv_both", **transfer)
+            chosen.append(KVConnectorFactory.get_connector_class(transfer).__name__)
+        except ImportError as error:
+            chosen.append(type(error).__name__)
+    print(json.dumps([chosen, os.environ.get("VLLM_PLUGINS")]), flush=True)
+
+for file in sys.argv[2:]:
+    if (pid := os.fork()) == 0:
+        look(file)
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
 """
 _PUBLISHED = {"kv_connector": "CartridgeConnector", "kv_connector_module_path": PUBLISHED}
 _BY_NAME = {"kv_connector": "LMCacheConnectorV1"}
@@ -203,23 +177,22 @@ _NAMING = {"kv_connector_extra_config": {"cartridge_path": "/a.pt"}}
 _MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector"
 
 
-@pytest.mark.parametrize("named", ["ours", "a subclass of ours", "another's", "nobody's"])
-def test_our_connector_takes_a_place_where_something_names_cartridges_and_no_other(tmp_path: Path, named: str) -> None:
-    file = tmp_path / "lmcache.yaml"
+def test_our_connector_takes_a_place_where_something_names_cartridges_and_no_other(tmp_path: Path) -> None:
     subclass = YAML.replace("lmcache_cartridge.engine.backend", "lmcache_cartridge_of_others")
     another = subclass.replace("CartridgeBackend", "OthersBackend")
     texts = {"ours": YAML, "a subclass of ours": subclass, "another's": another, "nobody's": ": : :"}
-    file.write_text(texts[named])
-    is_ours = "ours" in named
-    environment = {k: v for k, v in os.environ.items() if k != "VLLM_PLUGINS"} | {"LMCACHE_CONFIG_FILE": str(file)}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    environment = {k: v for k, v in os.environ.items() if k != "VLLM_PLUGINS"}
     asked = [_BY_NAME, _BY_NAME | {"kv_connector_module_path": _MODULE}, _PUBLISHED]
     asked += [{**each, **_NAMING} for each in asked] + [{"kv_connector": "NixlConnector", **_NAMING}]
-    done = subprocess.run(
-        [sys.executable, "-c", _LOADED, json.dumps(asked)], env=environment, capture_output=True, text=True, timeout=300
-    )
+    command = [sys.executable, "-c", _LOADED, json.dumps(asked), *(tmp_path / name for name in texts)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
-    chosen, plugins = json.loads(done.stdout.splitlines()[-1])
+    told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[[")]
     of_vllm = ["LMCacheConnectorV1", "LMCacheConnectorV1", "ModuleNotFoundError"]
-    assert chosen[:3] == (["CartridgeConnector"] * 3 if is_ours else of_vllm)
-    assert chosen[3:6] == ["CartridgeConnector"] * 3 and chosen[6] != "CartridgeConnector"
-    assert ("cartridges" in (plugins or "").split(",")) == is_ours
+    for name, (chosen, plugins) in zip(texts, told, strict=True):
+        is_ours = "ours" in name
+        assert chosen[:3] == (["CartridgeConnector"] * 3 if is_ours else of_vllm), name
+        assert chosen[3:6] == ["CartridgeConnector"] * 3 and chosen[6] != "CartridgeConnector", name
+        assert ("cartridges" in (plugins or "").split(",")) == is_ours, name
