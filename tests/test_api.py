@@ -237,26 +237,6 @@ class ApiTests:
         assert sum(right) / len(right) <= BY_CHANCE
 
     @pytest.mark.parametrize("name", KINDS)
-    def test_the_answer_is_that_of_the_document_in_the_prompt(self, served: Served, name: str) -> None:
-        ward, worst = served.wards[name], 0.0
-        for fact in ward.facts[:6]:
-            # prompt_logprobs keep every cache away, so that the document is computed.
-            logprobs = []
-            for prompt, extra in (
-                (ask(fact, 0), {"cartridges": [name]}),
-                ([*ward.ids, *encode(ask(fact, 0))], {"prompt_logprobs": 0, "cache_salt": "computed"}),
-            ):
-                reply = served.asker.openai.completions.create(
-                    model=MODEL, prompt=prompt, max_tokens=2, temperature=0, logprobs=5, extra_body=extra
-                )
-                logprobs.append(reply.choices[0].logprobs.top_logprobs[0])
-                assert reply.choices[0].text.strip() == fact.value
-            worst = max(
-                worst, max(abs(logprobs[0][t] - logprobs[1][t]) for t in logprobs[0].keys() & logprobs[1].keys())
-            )
-        assert worst < 0.5, "two bfloat16 steps of a logit between 16 and 32 are 0.25"
-
-    @pytest.mark.parametrize("name", KINDS)
     def test_a_stream_gives_the_same_answer_usage_and_header(self, served: Served, name: str) -> None:
         ward, fact = served.wards[name], served.wards[name].facts[1]
         positions, whole = len(ward.ids), len(ward.ids) // CHUNK * CHUNK
@@ -317,15 +297,6 @@ class ApiTests:
         for name in KINDS:
             status, message = _status(served.asker.complete, "Q: x? A:", name, kv_transfer_params=tagged)
             assert (status, "cache_salt" in message) == (422, True)
-
-    def test_a_clients_own_salt_keeps_blocks_apart_and_the_answer_right(self, served: Served) -> None:
-        fact, whole = served.wards["a"].facts[5], len(served.wards["a"].ids) // CHUNK * CHUNK
-        first = served.asker.complete(ask(fact, 0), "a", cache_salt="mine")
-        again = served.asker.complete(ask(fact, 0), "a", cache_salt="mine")
-        other = served.asker.complete(ask(fact, 0), "a", cache_salt="yours")
-        assert {first.text.strip(), again.text.strip(), other.text.strip()} == {fact.value}
-        assert first.cached_tokens == other.cached_tokens == whole
-        assert again.cached_tokens >= whole
 
     def test_responses_and_messages_answer_from_the_cartridge(self, served: Served) -> None:
         for fact in served.wards["c"].facts[:4]:
@@ -654,7 +625,7 @@ class ApiTests:
     ) -> None:
         names = ["a", "b"] if named == ["both"] else named
         wards = [served.wards[name] for name in names]
-        facts = [fact for ward in wards for fact in ward.facts[::4]]
+        facts = [fact for ward in wards for fact in ward.facts[::8]]
         whole = prefill(served.model, [wards[0].ids[0], *(i for ward in wards for i in ward.ids[1:])])
         expected = int((margins(served.model, whole, facts) > 0).sum())
         replies = [served.asker.complete(ask(fact, 0), named) for fact in facts]
@@ -715,7 +686,7 @@ class ApiTests:
         assert (first.cached_tokens, again.cached_tokens) == (0, len(ward.ids) // 128 * 128)  # vLLM's own blocks of 128
         assert again.used == f"prefix@1;positions={len(ward.ids)};served=tokens"
 
-    def test_two_thousand_clients_that_leave_leave_nothing_behind(
+    def test_a_thousand_clients_that_leave_leave_nothing_behind(
         self, served: Served, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("VLLM_API_KEY", KEY)
@@ -727,7 +698,7 @@ class ApiTests:
             await _leave(served, body | {"stream": rng.random() < 0.5}, rng.choice((0.001, 0.005, 0.02, 0.1)))
 
         async def all_leave() -> None:
-            for _ in range(50):
+            for _ in range(25):
                 await asyncio.gather(*(leave() for _ in range(40)))
                 # What comes next has to be loaded, and is waited for.
                 await asyncio.to_thread(served.asker.http.post, f"/v1/cartridges/{rng.choice(list(KINDS))}/evict")
@@ -744,12 +715,36 @@ class ApiTests:
         for name in KINDS:
             assert served.asker.right(facts[name][0], name)
 
-    def test_two_thousand_odd_requests_get_an_error_of_their_own_or_the_right_answer(self, served: Served) -> None:
+
+class TestApi(ApiTests):
+    def test_bench_measures_every_way_on_a_real_engine(
+        self, served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("VLLM_API_KEY", KEY)
+        home = str(served.settings.home)
+        options = ["--model", MODEL, "--home", home, "--p", "256", "--c", "1,2", "--repeat", "2"]
+        status = main(["bench", "--url", served.url, *options, "--output", str(tmp_path)])
+        found = json.loads((tmp_path / "bench.json").read_text())
+        assert status == 0, found["remarks"]
+        rows = {(row["p"], row["c"], row["way"]): row for row in found["rows"]}
+        assert len(rows) == 2 * 4
+        for (p, c, way), row in rows.items():
+            count = 2 * (c if way == "cold" else 2 * c)
+            assert row["requests"] == count and row["ttft_ms"]["number"] == count
+            assert row["cached"] == [count * p * (way == "prefix"), count * p * (way in ("warm", "cold"))]
+        compared = [row["equal"] for row in rows.values() if row["equal"]]
+        assert sum(count for _, count in compared) == (2 + 2 + 1) * (2 + 4)
+        assert sum(same for same, _ in compared) >= (2 + 2 + 1) * (2 + 4) / 2, "rounding may part some, not most"
+        assert found["server"]["version"] and found["memory"]["seconds_and_bytes"]
+        left = [row.id for row in Registry(served.settings.registry_path).all()]
+        assert not [name for name in left if name.startswith("bench-")], "its cartridges are taken away"
+
+    def test_odd_requests_get_an_error_of_their_own_or_the_right_answer(self, served: Served) -> None:
         fact, home, http = served.wards["a"].facts[0], str(served.settings.home), served.asker.http
         statuses: dict[int, int] = {}
 
         @examples(
-            max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None
+            max_examples=800, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None
         )
         @given(fields=_FIELDS)
         def one(fields: dict[str, Any]) -> None:
@@ -773,30 +768,6 @@ class ApiTests:
                 assert answers == [fact.value] * len(answers)
 
         one()
-        assert sum(statuses.values()) >= 2000
-        assert min(statuses.get(200, 0), statuses.get(400, 0), statuses.get(404, 0)) > 50, "only one kind proves little"
+        assert sum(statuses.values()) >= 800
+        assert min(statuses.get(200, 0), statuses.get(400, 0), statuses.get(404, 0)) > 20, "only one kind proves little"
         assert served.asker.right(fact, "a")
-
-
-class TestApi(ApiTests):
-    def test_bench_measures_every_way_on_a_real_engine(
-        self, served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setenv("VLLM_API_KEY", KEY)
-        home = str(served.settings.home)
-        options = ["--model", MODEL, "--home", home, "--p", "256,512", "--c", "1,2", "--repeat", "2"]
-        status = main(["bench", "--url", served.url, *options, "--output", str(tmp_path)])
-        found = json.loads((tmp_path / "bench.json").read_text())
-        assert status == 0, found["remarks"]
-        rows = {(row["p"], row["c"], row["way"]): row for row in found["rows"]}
-        assert len(rows) == 2 * 2 * 4
-        for (p, c, way), row in rows.items():
-            count = 2 * (c if way == "cold" else 2 * c)
-            assert row["requests"] == count and row["ttft_ms"]["number"] == count
-            assert row["cached"] == [count * p * (way == "prefix"), count * p * (way in ("warm", "cold"))]
-        compared = [row["equal"] for row in rows.values() if row["equal"]]
-        assert sum(count for _, count in compared) == 2 * (2 + 2 + 1) * (2 + 4)
-        assert sum(same for same, _ in compared) >= 2 * (2 + 2 + 1) * (2 + 4) / 2, "rounding may part some, not most"
-        assert found["server"]["version"] and found["memory"]["seconds_and_bytes"]
-        left = [row.id for row in Registry(served.settings.registry_path).all()]
-        assert not [name for name in left if name.startswith("bench-")], "its cartridges are taken away"

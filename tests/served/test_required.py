@@ -97,15 +97,13 @@ _BYTES = st.binary(max_size=8).filter(lambda raw: not set(raw) & {*range(9), *ra
 _HEADER = st.lists(_NAMED.map(str.encode) | _BYTES, max_size=3).map(b",".join) | _BYTES.map(bytes.strip)
 
 
-def test_two_thousand_odd_headers_and_model_names_get_an_error_of_their_own_or_the_cartridges_they_name(
+def test_odd_headers_and_model_names_get_an_error_of_their_own_or_the_cartridges_they_name(
     http: httpx.Client,
 ) -> None:
     statuses: Counter[int] = Counter()
     newest = {"current": "a", "ward": "a"}
 
-    @examples(
-        max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None
-    )
+    @examples(max_examples=800, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
     @given(
         values=st.lists(_HEADER, max_size=2),
         model=st.sampled_from([MODEL, MODEL, "ward"]) | _NAMED.map(lambda name: f"{MODEL}:{name}"),
@@ -129,5 +127,5 @@ def test_two_thousand_odd_headers_and_model_names_get_an_error_of_their_own_or_t
             assert "x-cartridges" not in reply.headers
 
     one()
-    assert sum(statuses.values()) >= 2000
-    assert min(statuses[200], statuses[400], statuses[404]) > 50, f"only one kind proves little: {statuses}"
+    assert sum(statuses.values()) >= 800
+    assert min(statuses[200], statuses[400], statuses[404]) > 20, f"only one kind proves little: {statuses}"
