@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -23,6 +25,7 @@ from lmcache_cartridge.settings import from_mapping
 
 ENVIRONMENT = BY_COMMAND | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_SERVER_DEV_MODE": "1"}
 """As users start it, with the engine in a process of its own, and the routes of development."""
+SECRET = "no-one-may-see-this-9f3c"
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +35,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     root = settings.cartridges_dir / "ward-a"
     prefill.build(CausalModel(str(MODEL_DIR)), SHEETS_DIR / "ward-a.txt", root, cartridge_id="ward-a", version=1)
     Registry(settings.registry_path).register(root)
-    launch = plan(str(MODEL_DIR), settings, mode="multiprocess", l1_bytes=256 << 20, vllm_args=SERVER_ARGS)
+    place = json.dumps({"type": "fs", "base_path": str(home / "fs"), "secret_access_key": SECRET})
+    launch = plan(
+        str(MODEL_DIR), settings, mode="multiprocess", l1_bytes=256 << 20, vllm_args=SERVER_ARGS, l2_adapters=[place]
+    )
     with ServerProcess(launch, home / "log", environment=ENVIRONMENT) as server:
         yield server
 
@@ -53,6 +59,17 @@ def test_it_refuses_to_sleep_and_answers_on(server: ServerProcess) -> None:
         refused = httpx.post(f"{server.url}/sleep", params={"level": level}, timeout=60)
         assert refused.status_code == 409 and "serve in-process" in refused.text
         assert _ask(server)
+
+
+def test_no_secret_of_another_place_is_in_an_argument_or_the_output(server: ServerProcess) -> None:
+    commands = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            commands.append((process / "cmdline").read_bytes().decode(errors="replace"))
+    assert sum("CartridgeL2Adapter" in command for command in commands) >= 2, "the pair runs"
+    assert not [command for command in commands if SECRET in command]
+    assert SECRET not in server.log.read_text(errors="replace")
+    assert (server.log.parent / "fs").is_dir(), "LMCache was told of the place"
 
 
 def test_an_engine_that_dies_ends_it_with_a_status_by_which_supervisors_start_it_again(server: ServerProcess) -> None:
