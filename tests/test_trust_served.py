@@ -33,7 +33,7 @@ from lmcache_cartridge.serve.launch import plan
 from lmcache_cartridge.serve.processes import SMALL, ServerProcess
 from lmcache_cartridge.settings import Settings, from_mapping
 
-CHUNK, POSITIONS, FACTS = 256, 512, 12
+CHUNK, POSITIONS, FACTS = 256, 512, 8
 MADE = Provenance(tool="tests", created="2026-01-01T00:00:00Z")
 
 
