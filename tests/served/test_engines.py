@@ -39,7 +39,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory, model: CausalModel) -> Se
 
 def test_the_demo_command_answers_from_the_cartridge_as_from_the_document(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "lmcache_cartridge.cli.main", "demo", "--format", "json"]
-    done = subprocess.run([*command, "--home", tmp_path], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([*command, "--home", tmp_path], capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result["questions"] >= 10
@@ -68,7 +68,7 @@ def test_offline_inference_takes_cartridges_that_the_engine_answers_right_from(
     registry.register(root)
     script = Path(__file__).parents[1] / "ask_offline.py"
     done = subprocess.run(
-        [sys.executable, script, settings.home, MODEL_DIR, adapter], capture_output=True, text=True, timeout=300
+        [sys.executable, script, settings.home, MODEL_DIR, adapter], capture_output=True, text=True, timeout=1200
     )
     assert done.returncode == 0, done.stderr[-2000:]
     answers = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[[")))

@@ -30,7 +30,7 @@ def test_a_step_that_is_replayed_as_one_cuda_graph_loads_before_it(tmp_path: Pat
         Registry(settings.registry_path).register(settings.cartridges_dir / name)
     question, asked = [400], [["a"], ["a", "b"]]
     command = [sys.executable, SCRIPT, settings.home, path, json.dumps([[names, question] for names in asked])]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr[-3000:]
     answers = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[[")))
     assert [cached for _, cached in answers] == [192, 320], "of the chain all but the question"
