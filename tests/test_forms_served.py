@@ -70,11 +70,7 @@ def served(s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Ite
     sheet = model.encode(load_sheet("ward-a").text, special=True)
     torch.save({"token_ids": sheet, "kv_cache": list(zip(keys, values, strict=True))}, files / "kv.pt")
     torch.save({"token_ids": ids}, files / "ids.pt")
-    paged = {f"layer.{i}": torch.zeros(2, 16, 16, foreign.HEADS, foreign.HEAD_SIZE) for i in range(foreign.LAYERS)}
-    torch.save({"token_ids": ids, "kv_cache": paged, "metadata": {}}, files / "unknown.pt")
     torch.save({"token_ids": ids, "kv_cache": Runs()}, files / "runs.pt")
-    torch.save({"kv_cache": paged}, files / "nothing.pt")
-    (files / "cut.pt").write_bytes((files / "kv.pt").read_bytes()[:5000])
     extra = {
         "cartridges": {"first": "ward-a", "prefix": str(place / "prefix")},
         "router": {"type": "label", "field": "cartridge_id"},
@@ -135,9 +131,7 @@ def test_files_by_path_are_imported_and_answer_and_hostile_ones_are_refused(serv
     }  # fmt: skip
     assert served.client.get(f"/v1/cartridges/{listed['kv']['id']}").json()["state"] == "resident"
     refused = {
-        str(served.files / "cut.pt"): (422, "cannot be imported"),
         str(served.files / "runs.pt"): (422, "which may run anything"),
-        str(served.files / "nothing.pt"): (422, "no known form of KV"),
         str(served.files / "no.pt"): (404, "under the setting `roots`"),
         str(served.place / "outside.pt"): (404, "under the setting `roots`"),
     }
@@ -146,16 +140,6 @@ def test_files_by_path_are_imported_and_answer_and_hostile_ones_are_refused(serv
         assert (reply.status_code, why in reply.text) == (status, True), reply.text
     assert not Path(TRACE).exists(), "something ran"
     assert served.right("ward-a", 1024, cartridges=["first"]) == QUESTIONS, "the server is alive"
-
-
-def test_of_an_unknown_kv_cache_the_token_ids_are_used_and_it_is_said(served: Served) -> None:
-    path = str(served.files / "unknown.pt")
-    assert served.right("ward-b", 0, cartridges=[path]) == QUESTIONS
-    reply = served.client.post({"prompt": "x", "max_tokens": 1, "cartridges": [path]})
-    assert reply.headers["x-cartridges"].endswith(";injected=0;served=tokens")
-    listed = served.client.get("/v1/cartridges").json()["data"]
-    assert [entry["kind"] for entry in listed if entry["id"].startswith("unknown.")] == ["tokens"]
-    assert "{token_ids}, without its kv_cache" in (served.place / "log").read_text()
 
 
 def test_an_object_on_s3_is_had_by_a_chat(served: Served) -> None:
