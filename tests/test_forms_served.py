@@ -92,7 +92,7 @@ def served(s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Ite
     with ExitStack() as stack:
         with pytest.MonkeyPatch.context() as here:
             here.chdir(place)
-            server = stack.enter_context(ServerProcess(launch, place / "log"))
+            server = stack.enter_context(ServerProcess(launch, place / "log", timeout_s=900))
         client = stack.enter_context(Client(server.url, str(MODEL_DIR)))
         yield Served(client, model, place, files)
 

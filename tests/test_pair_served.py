@@ -39,7 +39,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     launch = plan(
         str(MODEL_DIR), settings, mode="multiprocess", l1_bytes=256 << 20, vllm_args=SERVER_ARGS, l2_adapters=[place]
     )
-    with ServerProcess(launch, home / "log", environment=ENVIRONMENT) as server:
+    with ServerProcess(launch, home / "log", environment=ENVIRONMENT, timeout_s=900) as server:
         yield server
 
 

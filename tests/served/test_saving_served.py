@@ -91,7 +91,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     assert "local_cpu: false" in text and "VLLM_PLUGINS" not in os.environ
     log = home / "log"
     with (
-        ServerProcess(Launch(path, text, environment, command, {}), log, environment=environment) as server,
+        ServerProcess(
+            Launch(path, text, environment, command, {}), log, environment=environment, timeout_s=900
+        ) as server,
         Asker(server.url) as asker,
     ):
         yield Served(asker, model, settings, wards, home / "fault.json", log)

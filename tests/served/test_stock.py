@@ -66,7 +66,10 @@ def client(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
         built.home, directory, Way(is_literal=True), options=("--enable-prompt-tokens-details",)
     )  # only to count with
     assert "VLLM_PLUGINS" not in os.environ
-    with ServerProcess(launch, directory / "log") as server, Client(server.url, str(MODEL_DIR)) as client:
+    with (
+        ServerProcess(launch, directory / "log", timeout_s=900) as server,
+        Client(server.url, str(MODEL_DIR)) as client,
+    ):
         yield client
     assert "lmcache-cartridge's connector takes the place of LMCacheConnectorV1" in (directory / "log").read_text()
 
