@@ -21,7 +21,7 @@ from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.settings import Settings
 from lmcache_cartridge.sources.published import Library
 
-NODES, SHEETS, TOKENS = 3, 18, 300
+NODES, SHEETS, TOKENS = 2, 9, 300
 
 
 @contextmanager
