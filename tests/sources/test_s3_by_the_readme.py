@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 from processor import MAY_TURN
-from s3 import MotoServer, S3Server
+from s3 import MotoServer
 from wards import MODEL, Answer, Asker, save
 
 from lmcache_cartridge.cli.main import main
@@ -51,19 +51,17 @@ class _Served(NamedTuple):
         return sum(a.text.strip() == q.answer for a, q in zip(answers, sheet.questions, strict=True))
 
 
-@pytest.fixture(scope="module", params=["in-process-swift", "multiprocess-moto"])
-def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Served]:
-    mode, _, kind = request.param.rpartition("-")
-    server: S3Server | MotoServer = request.getfixturevalue({"swift": "s3_server", "moto": "moto_server"}[kind])
+@pytest.fixture(scope="module")
+def served(moto_server: MotoServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Served]:
     author, home = (str(tmp_path_factory.mktemp(name)) for name in ("author", "home"))
     model = CausalModel(MODEL)
     with pytest.MonkeyPatch.context() as environment:
         for name, value in {
-            **server.environment, "AWS_ENDPOINT_URL_S3": server.endpoint, "AWS_DEFAULT_REGION": "us-east-1",
+            **moto_server.environment, "AWS_ENDPOINT_URL_S3": moto_server.endpoint, "AWS_DEFAULT_REGION": "us-east-1",
             "LMCACHE_CARTRIDGE_CACHE": str(tmp_path_factory.mktemp("cache")),
         }.items():  # fmt: skip
             environment.setenv(name, value)
-        server.client.create_bucket(Bucket="readme")
+        moto_server.client.create_bucket(Bucket="readme")
         for name, sheet in SHEETS.items():
             document, where = SHEETS_DIR / f"{sheet}.txt", f"s3://readme/{name}"
             if name == "trained":
@@ -79,7 +77,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             _run("import", where, "--home", home)
         # Memory for one of them, so that each pushes out the one before, whose copy is then on disk.
         settings = from_mapping({"home": home, "cpu_bytes": (WHOLE + CHUNK) * model.fingerprint.token_bytes})
-        launch = plan(MODEL, settings, vllm_args=ARGS, mode=mode)
+        launch = plan(MODEL, settings, vllm_args=ARGS, mode="multiprocess")
         with ServerProcess(launch, Path(home) / "log", environment=SMALL) as process, Asker(process.url) as asker:
             yield _Served(asker, model)
 
