@@ -8,23 +8,20 @@ import json
 import os
 import re
 import shlex
-import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import NamedTuple
 
-import httpx
 import pytest
 from s3 import MotoServer
 
 from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.cli.recall import MODEL_DIR, load_sheet
-from lmcache_cartridge.serve.processes import SMALL
+from lmcache_cartridge.serve.launch import Launch, free_port
+from lmcache_cartridge.serve.processes import SMALL, ServerProcess
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -203,9 +200,6 @@ def author(tmp_path_factory: pytest.TempPathFactory, moto_server: MotoServer) ->
     (directory / "llama").symlink_to(MODEL_DIR)
     sheet = load_sheet("ward-a")
     (directory / "handbook.txt").write_text(sheet.text)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     environment = os.environ | SMALL | moto_server.environment | {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "LMCACHE_CARTRIDGE_HOME": str(directory / "home"),
@@ -214,36 +208,27 @@ def author(tmp_path_factory: pytest.TempPathFactory, moto_server: MotoServer) ->
         "AWS_DEFAULT_REGION": "us-east-1",
     }  # fmt: skip
     moto_server.client.create_bucket(Bucket="bucket")
-    return Shell(directory, environment, port)
+    return Shell(directory, environment, free_port())
 
 
 @pytest.fixture(scope="module")
 def shell(author: Shell) -> Iterator[Shell]:
-    directory, environment, port = author
-    with (directory / "log").open("wb") as log:
-        server = subprocess.Popen(
-            ["bash", "-c", f"exec {author.own(SERVE)}"], cwd=directory, env=environment, stdout=log,
-            stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
-    try:
-        deadline = time.monotonic() + 300
-        while not _is_up(port):
-            assert server.poll() is None and time.monotonic() < deadline, (directory / "log").read_text()[-4000:]
-            time.sleep(0.5)
-        yield author
-    finally:
-        server.send_signal(signal.SIGINT)
-        try:
-            server.wait(60)
-        finally:
-            os.killpg(server.pid, signal.SIGKILL) if server.poll() is None else None
-
-
-def _is_up(port: int) -> bool:
-    try:
-        return httpx.get(f"http://127.0.0.1:{port}/health", timeout=2).status_code == 200
-    except httpx.HTTPError:
-        return False
+    """Before a server that is what `SERVE` would become, but for its port and that it compiles no model."""
+    launches: list[Launch] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Launch, "become", lambda launch: launches.append(launch))
+        done = author.type(SERVE)
+    assert (done.returncode, len(launches)) == (0, 1), done.stderr
+    own = ["--enforce-eager", "--served-model-name", "./llama"]
+    command = [str(MODEL_DIR) if word == "./llama" else word for word in launches[0].command]
+    launch = launches[0]._replace(command=[*command, *own])
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in author.environment.items():
+            if name.startswith(("AWS_", "LMCACHE_")):
+                patch.setenv(name, value)
+        server = ServerProcess(launch, author.directory / "log")
+    with server:
+        yield author._replace(port=server.port)
 
 
 @pytest.mark.parametrize(("more", "version"), [("", 1), (" ", 1), (" --canary 'Who is on call?'", 2)])
