@@ -15,7 +15,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import pytest
 from forking import Parent, substitute
 from homes import clock, home, opened  # noqa: F401
-from s3 import bucket, moto_server, proxy, s3_credentials, s3_kind, s3_server  # noqa: F401
+from s3 import bucket, descriptions, moto_server, proxy, s3_credentials, s3_kind, s3_server  # noqa: F401
 
 from lmcache_cartridge.serve import launch, processes
 
@@ -24,6 +24,11 @@ CACHE = "LMCACHE_CARTRIDGE_CACHE"
 os.environ[CACHE] = tempfile.mkdtemp(prefix="lmcache-cartridge-cache-")
 atexit.register(shutil.rmtree, os.environ[CACHE], ignore_errors=True)
 _caches = itertools.count()
+# To load a machine's certificates takes 30 to 50 ms of each new HTTP client, and nothing here is asked over TLS.
+os.environ["SSL_CERT_DIR"] = os.devnull
+os.environ.pop("SSL_CERT_FILE", None)
+# Torch sets it where it is missing, once it compiles: a server with another environment than the first is not forked.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}"))
 # vLLM closes a connection that was idle for 5 s, at the moment at which a client that keeps one for as long may use it.
 os.environ.setdefault("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "60")
 

@@ -193,7 +193,16 @@ class S3Server(_Server):
 
 
 @pytest.fixture(scope="session")
-def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+def descriptions() -> None:
+    """Have botocore read its descriptions of services once in a process: for each client that is 100 ms of 150."""
+    from botocore.loaders import JSONFileLoader
+
+    read = functools.cache(JSONFileLoader().load_file)
+    JSONFileLoader.load_file = lambda self, path: read(path)
+
+
+@pytest.fixture(scope="session")
+def s3_server(descriptions: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     """The server, started for the first test that asks for it; a test that kills it starts it again."""
     server = S3Server(tmp_path_factory.mktemp("swift"))
     try:
@@ -205,7 +214,7 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 
 
 @pytest.fixture(scope="session")
-def moto_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MotoServer]:
+def moto_server(descriptions: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MotoServer]:
     """Moto's server, started for the first test that asks for it."""
     server = MotoServer(tmp_path_factory.mktemp("moto"))
     server.start()
