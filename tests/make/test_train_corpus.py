@@ -88,9 +88,9 @@ def corpus(tmp_path: Path, writer: str) -> Corpus:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory, writer: str) -> Corpus:
-    """The same sheets, each trained by a command of its own."""
+    """The first two sheets, each trained by a command of its own."""
     found = Corpus(tmp_path_factory.mktemp("alone"), writer)
-    for name in SHEETS:
+    for name in ("ward-0", "ward-1"):
         document = found.directory / f"{name}.txt"
         words = found.words()
         words[1:2] = ["--document", str(document), "--id", name]
@@ -114,7 +114,7 @@ def test_each_sheet_is_trained_as_it_is_alone_and_once(
 ) -> None:
     first = corpus.train(capsys)
     assert [(row["name"], row["made"]) for row in first] == [(f"{name}@1", True) for name in SHEETS]
-    assert corpus.digests() == alone.digests()
+    assert corpus.digests().items() > alone.digests().items()
     model = CausalModel(MODEL)
     shares = [_share(model, corpus.home, name, document, name) for name, document in SHEETS.items()]
     others = [_share(model, corpus.home, "ward-0", SHEETS[name], name) for name in ("ward-1", "ward-2")]
@@ -156,6 +156,7 @@ def test_what_fails_is_told_and_what_is_published_is_not_trained_again(
 def test_a_run_that_was_killed_goes_on_where_it_was(
     corpus: Corpus, alone: Corpus, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (corpus.directory / "ward-2.txt").unlink()
     command = [sys.executable, "-m", "lmcache_cartridge.cli.main", *corpus.words()]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
     try:
@@ -168,10 +169,10 @@ def test_a_run_that_was_killed_goes_on_where_it_was(
     assert corpus.digests().keys() == {"ward-0@1"}
     step, steps = torch.optim.AdamW.step, []
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda *given: (steps.append(1), step(*given)))
-    assert [row["made"] for row in corpus.train(capsys)] == [False, True, True]
-    assert STEPS < len(steps) < 2 * STEPS, "from the checkpoint"
+    assert [row["made"] for row in corpus.train(capsys)] == [False, True]
+    assert 0 < len(steps) < STEPS, "from the checkpoint"
     assert corpus.digests() == alone.digests()
-    assert sorted(path.name for path in (corpus.home / "cartridges").glob("*/*")) == ["1"] * len(SHEETS)
+    assert sorted(path.name for path in (corpus.home / "cartridges").glob("*/*")) == ["1", "1"]
 
 
 @pytest.mark.parametrize(("options", "said"), [

@@ -195,15 +195,13 @@ def open_way(travels: _Travels, s3_credentials: S3Server, home: Home, case: tupl
     return lambda **settings: _Way(travels, home, *case, **settings)
 
 
-@pytest.mark.parametrize("local_copies", [False, True])
+@pytest.mark.parametrize(("local_copies", "at_once"), [(False, 1), (True, 2), (False, 99)])
 def test_from_a_directory(
-    travels: _Travels, open_way: Callable[..., _Way], case: tuple[int, str], local_copies: bool
+    travels: _Travels, open_way: Callable[..., _Way], case: tuple[int, str], local_copies: bool, at_once: int
 ) -> None:
-    stored = travels.of(case[0])
-    for at_once in (1, 2, 99):
-        way = open_way(disk_local=local_copies, disk_bytes=1 << 30 if local_copies else 0)
-        for each in stored:
-            way.check(each, str(each.root), at_once)
+    way = open_way(disk_local=local_copies, disk_bytes=1 << 30 if local_copies else 0)
+    for each in travels.of(case[0]):
+        way.check(each, str(each.root), at_once)
 
 
 def test_a_stage_of_a_pipeline_gets_its_own_layers(
