@@ -47,16 +47,17 @@ class Served(NamedTuple):
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """Two compacted cartridges of sheets without a patient in common."""
+    """Two compacted cartridges of sheets without a patient in common, the first of them refined."""
     home: Path = tmp_path_factory.mktemp("home")
     facts = {}
     for number, name in enumerate(("short", "second")):
         document = write_document(random.Random(f"compact served {number}"), 1024, NAMES[number::2])
         facts[name] = document.facts[::3]
         (home / f"{name}.txt").write_text(document.text)
+        refined = ["--refine", "0"] if name == "second" else []
         questions = str(write_questions(home / f"{name}.jsonl", document))
         build = ("build", "--model", MODEL, "--document", str(home / f"{name}.txt"), "--home", str(home), "--id", name)
-        assert main([*build, "--questions", questions, "--compact", "4x", "--format", "json"]) == 0
+        assert main([*build, "--questions", questions, "--compact", "4x", *refined, "--format", "json"]) == 0
     settings = from_mapping({"home": home, "cpu_bytes": 64 << 20})
     launch = plan(MODEL, settings, on_load_failure="fail", vllm_args=SERVER_ARGS)
     with ServerProcess(launch, home / "server.log") as server, httpx.Client(base_url=server.url, timeout=120) as http:
