@@ -185,7 +185,7 @@ def test_two_processes_publish_and_remove_a_thousand_times_and_lose_nothing(wher
         for process in processes:
             process.stdin.write("go\n")
             process.stdin.flush()
-        left = [json.loads(process.communicate(timeout=500)[0]) for process in processes]
+        left = [json.loads(process.communicate(timeout=850)[0]) for process in processes]
     finally:
         for process in processes:
             process.kill()

@@ -37,7 +37,7 @@ def ray_nodes(count: int, log: Path) -> Iterator[tuple[str, subprocess.Popen[str
         yield address, cluster
     finally:
         cluster.stdin.close()
-        cluster.wait(120)
+        cluster.wait(600)
         cluster.stdout.close()
 
 

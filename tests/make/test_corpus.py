@@ -221,7 +221,7 @@ def test_a_run_that_was_killed_goes_on_and_leaves_nothing_half_made(corpus: Corp
         [sys.executable, *map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
     )
     try:
-        until(lambda: process.poll() is not None or len(registry.all()) >= 2)
+        until(lambda: process.poll() is not None or len(registry.all()) >= 2, timeout_s=600)
         until(lambda: process.poll() is not None or list((corpus.home / "cartridges").glob("*/.*.partial")))
         assert process.poll() is None, process.stdout.read()
     finally:
