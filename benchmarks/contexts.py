@@ -1,0 +1,144 @@
+"""What others wait for their first token while a server makes contexts, beside a server that computes the same texts as prompts.
+
+    python benchmarks/contexts.py [--full]
+
+One server in each mode. A client asks one request after another, in turns a plain prompt and one behind a context. Beside it
+either nothing goes on, or a second client sends texts of 6,144 tokens one after another: as plain prompts, which any server
+computes, or as contexts, each deleted once it is made. These three take turns.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import report  # first: it makes the tests' helpers importable
+from wards import MODEL
+
+from lmcache_cartridge.serve.launch import plan
+from lmcache_cartridge.serve.processes import SMALL, ServerProcess
+from lmcache_cartridge.settings import from_mapping
+
+TOKENS, ASKED, ROUTE = 6144, 256, "/v1/cartridges"
+NOTHING, PROMPTS, CONTEXTS = "nothing", "prompts", "contexts"
+ARGS = ["--max-model-len", "8192", "--enforce-eager", "--kv-cache-memory-bytes", str(128 << 20)]
+
+
+def drawn(rng: random.Random, count: int) -> list[int]:
+    """Return token ids that no prefix cache has."""
+    return [rng.randrange(10, 640) for _ in range(count)]
+
+
+def compute(client: httpx.Client, rng: random.Random) -> None:
+    """Have a text computed as a prompt."""
+    complete(client, {"prompt": drawn(rng, TOKENS)})
+
+
+def make(client: httpx.Client, rng: random.Random) -> str:
+    """Have a context made of a text, wait for it and return its id."""
+    reply = client.post(ROUTE, json={"token_ids": drawn(rng, TOKENS)}).raise_for_status().json()
+    while reply["state"] == "making":
+        time.sleep(0.02)
+        reply = client.get(f"{ROUTE}/{reply['id']}").raise_for_status().json()
+    if reply["state"] == "failed":
+        raise RuntimeError(reply)
+    return reply["id"]
+
+
+def make_and_delete(client: httpx.Client, rng: random.Random) -> None:
+    """Have a context made that nobody asks for."""
+    client.delete(f"{ROUTE}/{make(client, rng)}").raise_for_status()
+
+
+BESIDE: dict[str, Callable[[httpx.Client, random.Random], None]] = {PROMPTS: compute, CONTEXTS: make_and_delete}
+
+
+@contextmanager
+def sending(url: str, what: str, seed: str) -> Iterator[list[float]]:
+    """Send texts until the block ends; yields the seconds that each took."""
+    over, took, failed = threading.Event(), [], []
+
+    def send() -> None:
+        rng = random.Random(seed)
+        with httpx.Client(base_url=url, timeout=600) as client:
+            while not took or not over.is_set():
+                try:
+                    took.append(report.timed(lambda: BESIDE[what](client, rng)))
+                except Exception as error:
+                    failed.append(error)
+                    return
+
+    thread = threading.Thread(target=send)
+    if what in BESIDE:
+        thread.start()
+    try:
+        yield took
+    finally:
+        over.set()
+        if what in BESIDE:
+            thread.join()
+    if failed:
+        raise failed[0]
+
+
+def complete(client: httpx.Client, body: dict[str, object]) -> int:
+    """Ask for one token and return how many of the prompt's were cached."""
+    body = {"model": MODEL, "max_tokens": 1, "temperature": 0} | body
+    usage = client.post("/v1/completions", json=body).raise_for_status().json()["usage"]
+    return usage["prompt_tokens_details"]["cached_tokens"] or 0
+
+
+def measure(url: str, rounds: int, asks: int) -> list[tuple[str, str, list[float]]]:
+    """Return what was asked, what went on beside it, and the seconds that each took."""
+    rng = random.Random(1)
+    asked = {"plain": {}, "behind a context": {}}
+    waited: dict[tuple[str, str], list[float]] = {(way, what): [] for what in (NOTHING, *BESIDE) for way in asked}
+    texts: dict[str, list[float]] = {what: [] for what in BESIDE}
+    with httpx.Client(base_url=url, timeout=600) as client:
+        asked["behind a context"] = {"cartridges": [make(client, rng)]}
+        for turn in range(-1, rounds):  # the first warms up
+            for what in rng.sample([NOTHING, *BESIDE], 3):
+                with sending(url, what, f"{what} {turn}") as took:
+                    for _ in range(asks):
+                        for way, more in asked.items():
+                            body = {"prompt": drawn(rng, ASKED)} | more
+                            cached: list[int] = []
+                            seconds = report.timed(
+                                lambda body=body, cached=cached: cached.append(complete(client, body))
+                            )
+                            assert (cached[0] >= TOKENS) == bool(more), (way, cached)
+                            if turn >= 0:
+                                waited[way, what].append(seconds)
+                if turn >= 0 and what in texts:
+                    texts[what] += took
+    return [(way, what, found) for (way, what), found in waited.items()] + [("text", *row) for row in texts.items()]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the benchmark."""
+    bench = report.Benchmark(__file__, __doc__, ["engine", "memory", "serve"])
+    options = bench.start(arguments)
+    rounds, asks = (20, 20) if options.full else (1, 2) if options.smoke else (5, 10)
+    figures = []
+    for mode in ("in-process", "multiprocess"):
+        with tempfile.TemporaryDirectory() as scratch:
+            settings = from_mapping({"home": scratch, "contexts": True})
+            launch = plan(MODEL, settings, mode=mode, vllm_args=ARGS, l1_bytes=256 << 20)
+            with ServerProcess(launch, Path(scratch) / "log", environment=SMALL) as server:
+                for way, what, found in measure(server.url, rounds, asks):
+                    name = "first token" if way != "text" else "a text of the second client"
+                    case = {"mode": mode, "beside": what} | ({"request": way} if way != "text" else {})
+                    figures.append(report.Figure.of(found, name, "s", **case))
+                    if way != "text":
+                        figures.append(report.Figure.tail(found, name, "s", **case))
+    bench.publish(figures)
+
+
+if __name__ == "__main__":
+    main()
