@@ -370,8 +370,9 @@ def test_a_server_that_is_killed_lists_nothing_half_made_and_keeps_what_was_answ
         assert full.status_code == 507 and kept["id"] in full.text and made["id"] in full.text
 
 
-def test_two_ranks_hand_over_each_its_head(tmp_path: Path, wards: dict[str, Ward]) -> None:
-    with serving(tmp_path, wards, "in-process", TP) as served:
+@pytest.mark.parametrize("mode", ["in-process", "multiprocess"])
+def test_two_ranks_hand_over_each_its_head(tmp_path: Path, wards: dict[str, Ward], mode: str) -> None:
+    with serving(tmp_path, wards, mode, TP) as served:
         made = served.made(document=wards["first"].document.text)
         assert len(load_manifest(served.root(made["id"])).payload.checksums[0]) == 2
         served.right(made["id"], wards["first"])
