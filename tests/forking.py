@@ -158,7 +158,8 @@ def main() -> None:
             print(json.dumps(status), file=answers)
         elif pid := os.fork():
             running.add(pid)
-            print(json.dumps(pid), file=answers)
+            with suppress(BrokenPipeError):  # who asked was ended meanwhile: what was forked ends below
+                print(json.dumps(pid), file=answers)
         else:
             answers.close()
             os.setsid()
@@ -169,8 +170,9 @@ def main() -> None:
             os.environ.update(question["environment"])
             _run(question["command"])
     for pid in running:
-        with suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)
+        for kill in (os.kill, os.killpg):  # what was forked just now leads no group yet
+            with suppress(ProcessLookupError):
+                kill(pid, signal.SIGKILL)
 
 
 def _status(pid: int) -> int | None:
