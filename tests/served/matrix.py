@@ -77,16 +77,17 @@ def installed(directory: Path, name: str, version: str, entry_points: str = "") 
 
 def stock(home: Path, directory: Path, way: Way, model: str = str(MODEL_DIR), options: tuple[str, ...] = ()) -> Launch:
     """Return how somebody starts vLLM over a home in a way, with files for it in a directory."""
-    path, modules = directory / "lmcache.yaml", directory / "modules"
-    modules.mkdir()
+    path = directory / "lmcache.yaml"
     command = server_command(model)
+    environment = {"LMCACHE_CARTRIDGE_HOME": str(home), **way.environment}
     if way.is_literal:
+        environment["PYTHONPATH"] = str(modules := directory / "modules")
+        modules.mkdir()
         installed(modules, "vllm", f"{PROVEN['vllm']}+cpu")
         command = [str(Path(sys.executable).with_name("vllm")), "serve", model]
     command += [*SERVER_ARGS, *options]
     if way.transfers:
         command += ["--kv-transfer-config", json.dumps(TRANSFER | {"kv_connector_extra_config": way.extra})]
-    environment = {"LMCACHE_CARTRIDGE_HOME": str(home), "PYTHONPATH": str(modules), **way.environment}
     if way.yaml is not None:
         environment["LMCACHE_CONFIG_FILE"] = str(path)
     return Launch(path, way.yaml or "", environment, command, {})
