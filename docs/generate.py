@@ -142,6 +142,7 @@ BENCHMARKS = (
     "scale",
     "cold_fetch",
     "saving",
+    "contexts",
     "fleet",
     "quality",
     "corpus",

@@ -178,7 +178,7 @@ def test_what_was_measured_on_the_same_is_said_once(results: Any) -> None:
     path.with_name("other.json").write_text(json.dumps(json.loads(path.read_text()) | {"note": "beside other work"}))
     one, other = figures.about(read().of("ttft")).splitlines()
     assert " cores of " in one and "on the same" not in one
-    assert "; on the same; others" in other and " cores of " not in other
+    assert "; on the same; commit " in other and " cores of " not in other
     assert [("; beside other work;" in line) for line in (one, other)].count(True) == 1
 
 
