@@ -102,7 +102,13 @@ class Parent:
             return subprocess.Popen(command, **options)
         if _read_early(environment) != _read_early(self._environment):
             return subprocess.Popen(command, **options)
-        pid = self._ask({"command": command, "environment": environment, "log": options["stdout"].name})
+        question = {
+            "command": command,
+            "environment": environment,
+            "place": str(Path.cwd()),
+            "log": options["stdout"].name,
+        }
+        pid = self._ask(question)
         return Forked(command, pid, lambda pid: self._ask({"poll": pid}))
 
     def _ask(self, question: dict[str, Any]) -> Any:
@@ -167,6 +173,7 @@ def main() -> None:
             log = os.open(question["log"], os.O_WRONLY | os.O_APPEND)
             for old, new in ((os.open(os.devnull, os.O_RDONLY), 0), (log, 1), (log, 2)):
                 os.dup2(old, new)
+            os.chdir(question["place"])
             os.environ.clear()
             os.environ.update(question["environment"])
             _run(question["command"])

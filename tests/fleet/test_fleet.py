@@ -121,7 +121,7 @@ def _server(home: Path, number: int, **values: Any) -> ServerProcess:
     own = home / f"s{number}"
     settings = Settings(
         home=own, disk_dir=own, library=str(home / "library"), cpu_bytes=256 << 20, required=True, reload_s=RELOAD_S,
-        drain_s=0.5, **values,
+        drain_s=3, **values,
     )  # fmt: skip
     args = [*SERVER_ARGS, "--served-model-name", f"s{number}", "m", "--shutdown-timeout", "60"]
     return ServerProcess(plan(MODEL, settings, vllm_args=args), home / f"{number}.log")

@@ -68,7 +68,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     environment = SMALL | {name: "pod" if value is None else value for name, value in rendered.items()} | {
         "LMCACHE_CONFIG_FILE": str(path), "LMCACHE_CARTRIDGE_HOME": str(home), "VLLM_SERVER_DEV_MODE": "1",
         "LMCACHE_MAX_LOCAL_CPU_SIZE": "0.5", "PROMETHEUS_MULTIPROC_DIR": str(home), "HF_HOME": str(home),
-        "LMCACHE_FAULTY_FILE": str(home / "fault.json"),
+        "PYTHONPATH": str(Path(__file__).parents[1]), "LMCACHE_FAULTY_FILE": str(home / "fault.json"),
     }  # fmt: skip
     assert environment["LMCACHE_LOCAL_CPU"] == "True"
     program, verb, _, host, _, port, _, *options = RENDERED["command"]
