@@ -1,7 +1,4 @@
-"""`build --url`: a running server makes a cartridge as a context, which is brought here and removed there.
-
-In one mode: how the engine's KV is had in either is what test_contexts sees.
-"""
+"""`build --url`: a running server makes a cartridge as a context, which is brought here and removed there. In both modes."""
 
 from __future__ import annotations
 
@@ -10,27 +7,19 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import posting
 import pytest
-from posting import KEYS, ROUTE, Served, serving
+from posting import KEYS, ROUTE, Served
 from waiting import until
-from wards import Ward
 
 from lmcache_cartridge.artifact.reading import load_manifest, load_token_ids, verify
 from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.settings import from_mapping
 
-wards = posting.wards
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory, wards: dict[str, Ward]) -> Iterator[Served]:
-    with serving(tmp_path_factory.mktemp("home"), wards, "in-process") as found:
-        yield found
+wards, served = posting.wards, posting.served
 
 
 @pytest.fixture(autouse=True)
@@ -55,10 +44,10 @@ def _built(served: Served, home: Path, name: str, *options: str) -> Path:
 def test_a_document_that_a_server_made_answers_and_nothing_of_it_is_left_there(served: Served, tmp_path: Path) -> None:
     ward, document = served.wards["first"], tmp_path / "sheet.txt"
     document.write_text(ward.document.text)
-    root = _built(served, tmp_path, "sheet", "--document", str(document))
+    root = _built(served, tmp_path, f"sheet-{served.mode}", "--document", str(document))
     manifest = load_manifest(root)
     assert load_token_ids(manifest, root).tolist() == ward.ids and len(manifest.canary.after) == 4
-    assert (manifest.name, manifest.provenance.document) == ("sheet@1", "sheet.txt")
+    assert (manifest.name, manifest.provenance.document) == (f"sheet-{served.mode}@1", "sheet.txt")
     served.right(manifest.id, ward, 12)
     again = [*_options(served, tmp_path, "--id", manifest.id), "--document", str(document)]
     assert main(again) == 0

@@ -340,10 +340,11 @@ def test_a_client_that_leaves_has_its_context_made_all_the_same_and_others_wait_
     assert "left" in served.named()
 
 
+@pytest.mark.parametrize("mode", ["in-process", "multiprocess"])
 def test_a_server_that_is_killed_lists_nothing_half_made_and_keeps_what_was_answered(
-    tmp_path: Path, wards: dict[str, Ward]
+    tmp_path: Path, wards: dict[str, Ward], mode: str
 ) -> None:
-    with serving(tmp_path, wards, "multiprocess") as served:
+    with serving(tmp_path, wards, mode) as served:
         kept = served.made(document=wards["first"].document.text)
         served.fault.write_text(json.dumps({"capture_s": 2.0}))
         reply: list[Any] = []
@@ -359,7 +360,7 @@ def test_a_server_that_is_killed_lists_nothing_half_made_and_keeps_what_was_answ
         thread.join()
         assert not reply and len(served.places()) == 2, "something was half made"
         served.fault.unlink()
-    with serving(tmp_path, wards, "multiprocess", contexts_count=2) as served:
+    with serving(tmp_path, wards, mode, contexts_count=2) as served:
         assert served.named() == {kept["id"]}
         served.right(kept["id"], wards["first"])
         until(lambda: served.get("half").status_code == 404)
