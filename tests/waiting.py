@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import httpx
+
 
 class Clock:
     """A clock that stands still until it is moved."""
@@ -29,6 +31,13 @@ def until(done: Callable[[], Any], *, timeout_s: float = 180) -> None:
         assert time.monotonic() < began + timeout_s, "it never came to be"
         time.sleep(pause_s)
         pause_s = min(1.3 * pause_s, 0.1)
+
+
+def answered(ask: Callable[[], httpx.Response]) -> httpx.Response:
+    """Ask again until the answer is another than 503, which says to come again, and return that."""
+    found: list[httpx.Response] = []
+    until(lambda: found.append(ask()) or found[-1].status_code != 503)
+    return found[-1]
 
 
 def run_threads(count: int, work: Callable[[int], None], *, timeout_s: float = 180) -> None:

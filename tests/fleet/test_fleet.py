@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from recall.ward import Fact, ask
 from routers import Named, envoy, vllm_router
 from serving import SERVER_ARGS
 from traffic import Traffic
-from waiting import until
+from waiting import answered, until
 from wards import MODEL, patients, save, write_ward
 
 from lmcache_cartridge.fleet.affinity import session_headers
@@ -79,14 +80,9 @@ class Fleet(NamedTuple):
         """Return which servers have each cartridge in memory."""
         held: dict[str, set[str]] = {}
         for number, url in enumerate(self.urls):
-            replies: list[httpx.Response] = []
-
-            def is_told(url: str = url, replies: list[httpx.Response] = replies) -> bool:
-                replies.append(httpx.get(f"{url}/v1/cartridges", params={"active": "true"}, timeout=60))
-                return replies[-1].status_code != 503  # which says when to ask again: its registry is being written
-
-            until(is_told)
-            for entry in replies[-1].json()["data"]:
+            # Its registry may just be written.
+            told = answered(partial(httpx.get, f"{url}/v1/cartridges", params={"active": "true"}, timeout=60))
+            for entry in told.json()["data"]:
                 held.setdefault(entry["id"], set()).add(f"s{number}")
         return held
 

@@ -17,7 +17,7 @@ from faulty_proxy import FaultyProxy, Handler, sound
 from recall.ward import ask, write_document
 from s3 import MotoServer
 from traffic import Traffic
-from waiting import until
+from waiting import answered, until
 from wards import MODEL, Asker, patients, prefill, save, sure
 
 from lmcache_cartridge.library.published import INDEX
@@ -125,10 +125,9 @@ def test_a_publish_a_moved_label_and_a_removal_under_load(
                 client = Client(asker, known, questions)
 
                 def state() -> dict[str, Any]:
-                    found = []  # while a commit waits for a slow disk, it says to come again
-                    until(lambda: found.append(asker.http.get("/v1/cartridges")) or found[-1].status_code != 503)
-                    assert found[-1].status_code == 200, found[-1].text
-                    return found[-1].json()["library"]
+                    answer = answered(lambda: asker.http.get("/v1/cartridges"))  # a commit may wait for a slow disk
+                    assert answer.status_code == 200, answer.text
+                    return answer.json()["library"]
 
                 def follows(position: int) -> None:
                     until(lambda: state()["position"] == position)
