@@ -42,12 +42,11 @@ def own_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files that take minutes: the short ones then fill what is left of the time of several workers."""
     files = ("test_api", "test_cluster", "test_commands", "test_corpus", "test_l2_canary", "test_quickstart")
-    items.sort(
-        key=lambda item: (
-            not (item.path.parent.name in ("served", "fleet") or item.path.stem in files)
-            and "_served" not in item.path.name
-        )
-    )
+
+    def is_long(path: Path) -> bool:
+        return path.parent.name in ("served", "fleet") or path.stem in files or "_served" in path.name
+
+    items.sort(key=lambda item: not is_long(item.path))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -151,9 +151,9 @@ def main() -> None:
     type(platform).register_triton_kernel_overrides = classmethod(lambda _: None)
     for name in PRELOADED_LAST:
         importlib.import_module(name)
-    # What ends takes the modules with it, and what collects garbage finds none in them.
-    for final in weakref.finalize._registry:
+    for final in weakref.finalize._registry:  # torch's own, which take longer at exit than the memory is worth
         final.atexit = False
+    # No child looks for garbage in what is imported here.
     gc.collect()
     gc.freeze()
     running: set[int] = set()
