@@ -32,10 +32,10 @@ def rows(address: str, recipe: Recipe, sources: Sequence[Source], settings: Sett
 
     ray.data.DataContext.get_current().enable_progress_bars = False
     host, _, port = address.removeprefix("ray://").rpartition(":")
-    try:
-        if port.isdecimal():  # Ray itself would try for minutes
-            socket.create_connection((host, int(port)), 30).close()
-        with redirect_stdout(sys.stderr):  # where Ray tells of nodes that died
+    with redirect_stdout(sys.stderr):  # where Ray tells of nodes that died, until it is shut down
+        try:
+            if port.isdecimal():  # Ray itself would try for minutes
+                socket.create_connection((host, int(port)), 30).close()
             ray.init(address=address, log_to_driver=False)
             has = ray.cluster_resources()
             made = ray.data.from_items([source._asdict() for source in sources]).map(
@@ -45,7 +45,7 @@ def rows(address: str, recipe: Recipe, sources: Sequence[Source], settings: Sett
                 num_gpus=int("GPU" in has),
             )
             yield from (Row(**row) for row in made.iter_rows())
-    except (ray.exceptions.RayError, OSError) as error:
-        raise SourceError(f"Ray at {address}: {error}") from error
-    finally:
-        ray.shutdown()
+        except (ray.exceptions.RayError, OSError) as error:
+            raise SourceError(f"Ray at {address}: {error}") from error
+        finally:
+            ray.shutdown()
