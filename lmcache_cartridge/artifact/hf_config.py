@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
 from blake3 import blake3
 
 from ..errors import UnsupportedModel
@@ -33,6 +34,8 @@ _KINDS = {
     "deepseek_v2": _DEEPSEEK, "deepseek_v3": _DEEPSEEK, "cohere2": _LOCAL, "exaone4": _LOCAL,
     "llama4_text": _Kind("half"),  # vLLM takes the pairs apart as it loads the weights, of every layer
 }  # fmt: skip
+HALF = ("llama", "mistral", "qwen2", "qwen3")
+"""Model types all of whose layers rotate their keys, dimension i with i + rotary_dim / 2 (transformers 5, vLLM 0.32)."""
 ALIKE = {"kimi_k2": "deepseek_v3"}
 """Model types that are another one by another name; vLLM 0.32 reads their configs so too."""
 
@@ -122,6 +125,15 @@ def of_config(
         quantisation=quantisation or quantisation_of(config.get("quantization_config")),
         latent=latent,
     )
+
+
+def by_type(model: Fingerprint, model_type: str) -> Fingerprint:
+    """Return a fingerprint with how keys rotate, as far as the type of a model tells that nobody tries."""
+    if model_type not in HALF:
+        return model
+    every = tuple(range(model.layers))
+    rope = tuple(msgspec.structs.replace(each, pairing="half", layers=every) for each in model.rope)
+    return msgspec.structs.replace(model, rope=rope)
 
 
 def _rotating(config: Mapping[str, Any], kind: str | None) -> tuple[int, ...] | None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from ..artifact.hf_config import config_fields, of_config, quantisation_of, rope_kinds, rope_parameters
+from ..artifact.hf_config import by_type, config_fields, of_config, quantisation_of, rope_kinds, rope_parameters
 from ..artifact.model import ONLINE, Fingerprint
 from ..artifact.weights import model_directory, weights_digest
 from ..errors import UnsupportedEngine, UnsupportedModel
@@ -258,7 +258,7 @@ def fingerprint_of(vllm_config: VllmConfig, dtype: torch.dtype, layers: range | 
     )
     if layers is not None and layers != range(found.layers):
         raise UnsupportedModel(f"the engine caches {len(layers)} layers, the model's config has {found.layers}")
-    return found
+    return by_type(found, fields["model_type"])
 
 
 def _quantisation(model: Any) -> str | None:

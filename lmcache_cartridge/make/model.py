@@ -18,6 +18,7 @@ from transformers.utils import logging
 
 from .. import __version__
 from ..artifact.hf_config import (
+    by_type,
     config_fields,
     of_config,
     quantisation_of,
@@ -40,8 +41,6 @@ ROWS_BYTES = 512 << 20
 _SAME = 0.1
 """Relative error below which keys are the same but for rounding. In bfloat16 it grows with the layers; of keys that were
 not rotated it is about 1."""
-_HALF = ("llama", "mistral", "qwen2", "qwen3")
-"""Model types all of whose layers rotate their keys, dimension i with i + rotary_dim / 2 (transformers 5)."""
 _IDS = range(1, 9)
 """Tokens to try a model with."""
 _MARK = re.compile(r"<[^<>]+>|\[[A-Z_]+\]")
@@ -78,7 +77,7 @@ class CausalModel:
         there is no such model or adapter here, or its KV cannot be a cartridge.
 
         Without `weights` it takes no memory and computes nothing: `prefill`, `logits` and the like are not to be had. How keys
-        rotate is then known of the types in `_HALF`; a cartridge of any other stands first in a chain.
+        rotate is then known of the types in `hf_config.HALF`; a cartridge of any other stands first in a chain.
         """
         digest = None if lora is None else adapter_digest(lora)
         directory, self.name = locate_model(name)
@@ -106,10 +105,8 @@ class CausalModel:
             self._copies = self._copies_of_heads()
         if rope and weights:
             self.fingerprint = msgspec.structs.replace(self.fingerprint, rope=self._found(rope))
-        elif self.model.config.model_type in _HALF:
-            every = tuple(range(self.fingerprint.layers))
-            known = tuple(msgspec.structs.replace(each, pairing="half", layers=every) for each in rope)
-            self.fingerprint = msgspec.structs.replace(self.fingerprint, rope=known)
+        else:
+            self.fingerprint = by_type(self.fingerprint, self.model.config.model_type)
 
     def _found(self, rope: Rope) -> Rope:
         """Return how this model's keys rotate with what can be found out by trying only."""

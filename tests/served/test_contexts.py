@@ -124,6 +124,18 @@ def test_a_context_has_the_id_and_labels_that_its_maker_gives_and_says_how_it_wa
     assert "book" not in Registry(served.settings.registry_path, read_only=True).labels()
 
 
+def test_a_context_stands_behind_another(served: Served) -> None:
+    salt, sheets = {"cache_salt": "chain"}, [served.wards[name] for name in ("third", "fourth")]
+    names = [served.made(document=ward.document.text, **salt)["id"] for ward in sheets]
+    whole = sum(len(ward.ids) for ward in sheets) // CHUNK * CHUNK
+    for chain in (names, names[::-1]):
+        for fact in [fact for ward in sheets for fact in ward.facts[:8]]:
+            found = served.asker.complete(ask(fact, 0), chain, **salt)
+            assert (found.text.strip(), found.cached_tokens >= whole) == (fact.value, True)
+    for name in names:
+        assert served.asker.http.delete(f"{ROUTE}/{name}", params=salt).status_code == 200
+
+
 def _naming(name: str, **extra: Any) -> dict[str, Any]:
     return {"model": MODEL, "prompt": "Q", "max_tokens": 1, "cartridges": [name]} | extra
 
