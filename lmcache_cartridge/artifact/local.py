@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from ..errors import SourceDenied, SourceError, SourceNotFound, TruncatedPayload
+from ..errors import CartridgeError, SourceDenied, SourceError, SourceNotFound, TruncatedPayload
 from .bytesource import ByteRange, Seen, SmallFile
 
 _STEP_BYTES = 2 << 20
@@ -27,35 +29,28 @@ class LocalSource:
         if not len(out):
             return
         path = f"{location}/{file}"
-        descriptor = _open(path)
-        try:
-            read_exactly(descriptor, where.start, out, path, seen)
-        finally:
-            os.close(descriptor)
+        with naming(path), open(path, "rb", buffering=0, opener=open_regular) as opened:
+            read_exactly(opened.fileno(), where.start, out, path, seen)
 
     def read(self, location: str, file: str, limit_bytes: int, *, known: str | None = None) -> SmallFile | None:
-        path = Path(location) / file
-        descriptor = _open(path)
-        try:
-            status = os.fstat(descriptor)
+        path = f"{location}/{file}"
+        with naming(path), open(path, "rb", opener=open_regular) as opened:
+            status = os.fstat(opened.fileno())
             revision = _revision(status)
             if revision == known:
                 return None
-            with open(descriptor, "rb", closefd=False) as opened:
-                data = opened.read(min(limit_bytes, status.st_size) + 1)
-        except OSError as error:
-            raise _mapped(error, path) from error
-        finally:
-            os.close(descriptor)
+            data = opened.read(min(limit_bytes, status.st_size) + 1)
         if len(data) > limit_bytes:
             raise SourceError(f"{path} has more than the {limit_bytes} bytes that it may have")
         return SmallFile(data, revision)
 
     def size(self, location: str, file: str) -> int:
-        return _status(f"{location}/{file}").st_size
+        with naming(path := f"{location}/{file}"):
+            return Path(path).stat().st_size
 
     def revision(self, location: str, file: str) -> str:
-        return _revision(_status(f"{location}/{file}"))
+        with naming(path := f"{location}/{file}"):
+            return _revision(Path(path).stat())
 
     def close(self) -> None:
         """Nothing to give back."""
@@ -64,17 +59,14 @@ class LocalSource:
 def read_exactly(descriptor: int, offset: int, out: memoryview, path: str, seen: Seen | None = None) -> None:
     """Fill `out` from `offset` of an open file, the caller's to close.
 
-    Raises `TruncatedPayload` or `SourceError`, naming `path`.
+    Raises `TruncatedPayload`, naming `path`, or `OSError`.
     """
     done = shown = 0
     if len(out) > _STEP_BYTES:  # the disk goes on while this thread looks at a part
         os.posix_fadvise(descriptor, offset, len(out), os.POSIX_FADV_WILLNEED)
     while done < len(out):
         end = shown + _STEP_BYTES if seen else len(out)
-        try:
-            count = os.preadv(descriptor, [out[done:end]], offset + done)
-        except OSError as error:
-            raise _mapped(error, path) from error
+        count = os.preadv(descriptor, [out[done:end]], offset + done)
         if count == 0:
             raise TruncatedPayload(f"{path} ends at byte {offset + done}, {len(out) - done} bytes early")
         done += count
@@ -92,30 +84,21 @@ def open_regular(path: Path | str, flags: int = os.O_RDONLY) -> int:
     raise OSError(errno.EINVAL, "is no regular file", str(path))
 
 
-def _status(path: str) -> os.stat_result:
+@contextmanager
+def naming(path: Path | str) -> Iterator[None]:
+    """Let an `OSError` come out as a `SourceError` that names `path`."""
     try:
-        return Path(path).stat()
+        yield
+    except CartridgeError:
+        raise
     except OSError as error:
-        raise _mapped(error, path) from error
+        kind: type[SourceError] = SourceError
+        if isinstance(error, FileNotFoundError | NotADirectoryError):
+            kind = SourceNotFound
+        elif isinstance(error, PermissionError):
+            kind = SourceDenied
+        raise kind(f"{path}: {error.strerror}") from error
 
 
 def _revision(status: os.stat_result) -> str:
     return f"{status.st_mtime_ns}-{status.st_size}-{status.st_ino}"
-
-
-def _open(path: Path | str) -> int:
-    try:
-        return open_regular(path)
-    except OSError as error:
-        raise _mapped(error, path) from error
-
-
-def _mapped(error: OSError, path: Path | str) -> SourceError:
-    kind: type[SourceError]
-    if isinstance(error, FileNotFoundError | NotADirectoryError):
-        kind = SourceNotFound
-    elif isinstance(error, PermissionError):
-        kind = SourceDenied
-    else:
-        kind = SourceError
-    return kind(f"{path}: {error.strerror}")

@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryFile
 
 from ..artifact import files
-from ..artifact.local import LocalSource
+from ..artifact.local import LocalSource, naming
 from ..artifact.manifest import Manifest
 from ..artifact.reading import MANIFEST, PAYLOAD
 from ..artifact.writing import TOKENS
@@ -85,12 +84,12 @@ class DirectoryWriter:
 
     def check(self) -> None:
         """A lock decides, where one may write."""
-        with _mapped(self._root), self._locked():
+        with naming(self._root), self._locked():
             TemporaryFile(dir=self._root).close()
 
     def swap(self, file: str, data: bytes, known: str | None) -> str | None:
         path = self._root / file
-        with _mapped(path), self._locked():
+        with naming(path), self._locked():
             there = path.stat().st_mtime_ns if path.exists() else 0
             if (self._source.revision(str(self._root), file) if there else None) != known:
                 return None
@@ -108,7 +107,7 @@ class DirectoryWriter:
         No change where it is there already.
         """
         target = Path(location)
-        with _mapped(target):
+        with naming(target):
             if not transfer.holds(target, manifest):
                 transfer.fetch(manifest, str(root), self._source, target, progress, self._locked())
 
@@ -126,12 +125,3 @@ class DirectoryWriter:
     def _locked(self) -> AbstractContextManager[int]:
         self._root.mkdir(parents=True, exist_ok=True)
         return locked(self._root / "library.lock", _WAIT_S)
-
-
-@contextmanager
-def _mapped(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        kind = SourceDenied if isinstance(error, PermissionError) else SourceError
-        raise kind(f"{path}: {error.strerror}") from error
