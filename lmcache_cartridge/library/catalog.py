@@ -38,14 +38,6 @@ class Catalog(Entries):
         """Whether a cartridge of a tag has to be fetched over the network."""
         return any(map(is_remote, self.locations(tag)))
 
-    def refusal(self, tag: str) -> CartridgeError | None:
-        """Return why a cartridge or chain will not be served, None if it may be."""
-        try:
-            self.require(tag)
-        except CartridgeError as error:
-            return error
-        return None
-
     def require(self, tag: str) -> Needed:
         """`derive`, but raise why a cartridge or chain will not be served."""
         for digest in tag.split("."):

@@ -151,9 +151,9 @@ class CartridgeStore:
         keys = self._leading(hashes, tag)
         return max(tier.resident(keys) for tier in self._memory.values())
 
-    def lend(self, chunk_hash: int, tag: str | None = None, make: Make | None = None) -> Any:
+    def lend(self, chunk_hash: int, tag: str | None = None) -> Any:
         """Return a loan of one chunk, the caller's to close, or None if it cannot be had; see `lend_run`."""
-        return next(iter(self.lend_run((chunk_hash,), tag, make)), None)
+        return next(iter(self.lend_run((chunk_hash,), tag)), None)
 
     def lend_run(self, hashes: Sequence[int], tag: str | None = None, make: Make | None = None) -> list[Any]:
         """Lend one chunk after the other until one cannot be had; return the loans, the caller's to close.
@@ -399,8 +399,11 @@ class CartridgeStore:
         return {tag: state for tag, state in states.items() if not state.ready and state.refused is None}
 
     def _refusal(self, tag: str) -> Readiness | None:
-        error = self._catalog.refusal(tag)
-        return None if error is None else Readiness.never(error)
+        try:
+            self._catalog.require(tag)
+        except CartridgeError as error:
+            return Readiness.never(error)
+        return None
 
     def _keep(self) -> None:
         """Poll the claims in the background and follow changes of the registry, until the store is closed; end all it uses then."""
