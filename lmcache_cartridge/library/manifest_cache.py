@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 _UNUSED_S = 30 * 86400.0
 """How long a copy is kept that nobody asks for."""
+MAX_AGE_S = 10.0
+"""How old a manifest may be at most before its location is asked for a newer one, where no other age is said."""
 _MAX_ENTRIES = 10_000
 """Locations that are remembered without a look at the disk; requests may name any."""
 
@@ -39,7 +41,7 @@ class _Entry:
         self.warned = False
 
     def is_younger(self, age_s: float) -> bool:
-        """Whether S3 was asked within `age_s`; always so for an infinite one."""
+        """Whether S3 was asked within `age_s`; always so for an infinite one, never for 0."""
         return age_s == math.inf or time.monotonic() - self.checked_s < age_s
 
 
@@ -50,20 +52,18 @@ class ManifestCache:
     reader of one is not disturbed when the artefact is replaced. The one that was used last is a location's.
     """
 
-    def __init__(self, directory: Path, source: FileReader, max_age_s: float = 10.0) -> None:
-        """A location is asked for a newer manifest at most every `max_age_s`. Touches no file before the first call."""
-        self._directory, self._source, self._max_age_s = directory, source, max_age_s
+    def __init__(self, directory: Path, source: FileReader) -> None:
+        """Touches no file before the first call."""
+        self._directory, self._source = directory, source
         self._lock = threading.Lock()
         self._entries: Lru[str, _Entry] = Lru(_MAX_ENTRIES)
 
-    def known(self, location: str, max_age_s: float | None = math.inf) -> Path | None:
+    def known(self, location: str, max_age_s: float = math.inf) -> Path | None:
         """Return the directory of the copy that is here, or None. Neither asks S3 nor waits for who does.
 
-        None also for one that S3 was not asked about in the last `max_age_s`, by default of the cache, and is not being
-        asked about now.
+        None also for one that S3 was not asked about in the last `max_age_s`, and is not being asked about now.
         """
         entry = self._entry(location)
-        max_age_s = self._max_age_s if max_age_s is None else max_age_s
         is_fresh = entry.is_younger(max_age_s) or entry.lock.locked()
         return self._present(location, entry) if is_fresh else None
 
@@ -72,14 +72,13 @@ class ManifestCache:
         location: str,
         *,
         force: bool = False,
-        max_age_s: float | None = None,
+        max_age_s: float = MAX_AGE_S,
         check: Callable[[Manifest], None] = lambda manifest: None,
     ) -> Path:
         """Return a local directory with the manifest and token ids of the artefact at an `s3://` location.
 
-        Blocks while S3 is asked; one thread asks for a newer manifest, others get the copy there is. `max_age_s` takes
-        the place of the cache's own. With `force` S3 is asked at once. Where S3 cannot be reached the copy is returned,
-        unless `force`. `check` raises for a new manifest whose ids are not to be fetched. Raises `SourceError`,
+        Blocks while S3 is asked; one thread asks for a newer manifest, others get the copy there is. None is
+        asked within `max_age_s` of the last time, but with `force`. Where S3 cannot be reached the copy is returned, unless `force`. `check` raises for a new manifest whose ids are not to be fetched. Raises `SourceError`,
         `ManifestError` or `ArtifactError`, `TruncatedPayload` if the payload has another size than the manifest says.
         """
         if not force and (found := self.known(location, max_age_s)):
@@ -87,7 +86,7 @@ class ManifestCache:
         entry = self._entry(location)
         with entry.lock:
             known = self._present(location, entry)
-            if known and not force and entry.is_younger(self._max_age_s if max_age_s is None else max_age_s):
+            if known and not force and entry.is_younger(max_age_s):
                 return known
             try:
                 found = self._revalidate(location, entry, known, force, check)

@@ -35,7 +35,7 @@ from ..errors import (
     SourceNotFound,
     UnsupportedModel,
 )
-from ..library.manifest_cache import ManifestCache
+from ..library.manifest_cache import MAX_AGE_S, ManifestCache
 from ..library.quarantine import Quarantine
 from ..library.registry import Registry, RegistryEntry
 from ..settings import Settings
@@ -357,8 +357,8 @@ class Resolver:
             raise Refusal(422, f"cartridge {manifest.name} is quarantined: {without_paths(reason, places)}")
         return found
 
-    def _fetched(self, reference: Reference, location: str, wait: bool, *, max_age_s: float | None = None) -> Path:
-        """Return the local copy of a manifest in S3, not older than `max_age_s`, or than the cache allows."""
+    def _fetched(self, reference: Reference, location: str, wait: bool, *, max_age_s: float = MAX_AGE_S) -> Path:
+        """Return the local copy of a manifest in S3, not older than `max_age_s`."""
         force = reference.force_redownload
         if not wait and (force or self._manifests.known(location, max_age_s) is None):
             raise NeedsReading(reference, location)

@@ -62,8 +62,8 @@ class _Remote:
     def get_file(self, file: str) -> bytes:
         return self.client.get_object(Bucket=self.bucket, Key=f"some/doc/{file}")["Body"].read()
 
-    def cache(self, max_age_s: float = 10.0) -> ManifestCache:
-        return ManifestCache(self.directory, self.sources, max_age_s)
+    def cache(self) -> ManifestCache:
+        return ManifestCache(self.directory, self.sources)
 
     def requests(self) -> int:
         """Return how many requests there were since the last call."""
@@ -99,13 +99,13 @@ def test_a_copy_is_private_and_holds_manifest_and_ids_but_no_payload(remote: _Re
 @both
 def test_s3_is_asked_again_only_after_the_age_or_by_force(remote: _Remote) -> None:
     remote.put()
-    cache = remote.cache(max_age_s=2.0)
+    cache = remote.cache()
     copy = cache.fetch(remote.location)
     assert remote.requests() == 3, "manifest, size of the payload, ids"
     assert cache.fetch(remote.location) == copy
     assert remote.requests() == 0
-    time.sleep(2.05)
-    assert cache.fetch(remote.location) == copy
+    time.sleep(0.05)
+    assert cache.fetch(remote.location, max_age_s=0.01) == copy
     assert remote.requests() == 1, "not modified"
     assert cache.fetch(remote.location, force=True) == copy
     assert remote.requests() == 2, "not modified, and the payload's size"
@@ -144,12 +144,11 @@ def test_without_s3_the_known_copy_stands_in_and_is_warned_of_once(
     remote: _Remote, caplog: pytest.LogCaptureFixture
 ) -> None:
     remote.put()
-    cache = remote.cache(max_age_s=0.1)
+    cache = remote.cache()
     copy = cache.fetch(remote.location)
     for fault in (status(500), reset):
         remote.proxy.always = fault
-        time.sleep(0.15)
-        assert cache.fetch(remote.location) == copy
+        assert cache.fetch(remote.location, max_age_s=0) == copy
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert remote.location in caplog.text
     with pytest.raises(SourceError):
@@ -172,15 +171,15 @@ def test_without_s3_it_is_not_asked_for_every_request(remote: _Remote) -> None:
 def test_a_slow_s3_holds_up_one_who_asks_and_no_other(remote: _Remote) -> None:
     remote.put()
     patient = Sources(S3Source(endpoint_url=remote.proxy.endpoint, timeout_s=30))
-    cache = ManifestCache(remote.directory, patient, max_age_s=0)
+    cache = ManifestCache(remote.directory, patient)
     copy = cache.fetch(remote.location)
     remote.requests()
     remote.proxy.always = silence
-    asking = threading.Thread(target=cache.fetch, args=(remote.location,))
+    asking = threading.Thread(target=cache.fetch, args=(remote.location,), kwargs={"max_age_s": 0})
     asking.start()
     until(remote.requests)
-    assert cache.fetch(remote.location) == cache.known(remote.location) == copy
-    assert cache.known(remote.location, None)
+    assert cache.fetch(remote.location, max_age_s=0) == cache.known(remote.location) == copy
+    assert cache.known(remote.location, 0)
     assert asking.is_alive()
     remote.proxy.always = None
     asking.join(30)
@@ -193,11 +192,11 @@ def test_what_was_removed_or_is_denied_now_is_not_served_from_the_copy(
     remote: _Remote, code: int, kind: type[SourceError]
 ) -> None:
     remote.put()
-    cache = remote.cache(max_age_s=0)
+    cache = remote.cache()
     cache.fetch(remote.location)
     remote.proxy.always = status(code, "X")
     with pytest.raises(kind):
-        cache.fetch(remote.location)
+        cache.fetch(remote.location, max_age_s=0)
 
 
 def test_an_artefact_that_is_not_sound_makes_no_copy(remote: _Remote) -> None:
@@ -259,7 +258,7 @@ def test_what_a_killed_process_left_is_removed_when_it_is_old(remote: _Remote) -
 
 def test_copies_that_nobody_asks_for_are_removed_after_a_month(remote: _Remote) -> None:
     remote.put()
-    cache = remote.cache(max_age_s=0.0)
+    cache = remote.cache()
     copy = cache.fetch(remote.location)
 
     def age(days: float) -> None:
@@ -269,7 +268,7 @@ def test_copies_that_nobody_asks_for_are_removed_after_a_month(remote: _Remote) 
     for days, keep, touch in ((29, (), False), (40, (remote.location,), False), (40, (), True)):
         age(days)
         if touch:
-            cache.fetch(remote.location)
+            cache.fetch(remote.location, max_age_s=0)
         cache.prune(keep)
         assert remote.cache().known(remote.location) == copy
     age(40)
