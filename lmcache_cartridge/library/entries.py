@@ -180,7 +180,7 @@ class Entries:
         entry = self._entries.setdefault(one.digest, Entry())
         if one.name not in entry.names:
             entry.names += (one.name,)
-        if row is None or not self._reader.is_likely(row, one):
+        if row is None or (one.location, one.kind, one.positions) != (row.location, row.kind, row.positions):
             return False
         self._serve(entry, row, one.rank)
         return True
@@ -374,7 +374,7 @@ class Entries:
         if (found := self._manifests.get(digest)) or row is None:
             return found
         try:
-            fresh, cartridge = self._reader.read(digest, row.place)
+            fresh, cartridge = self._reader.read(digest, Place(Path(row.root or row.location), row.location))
             if fresh != row:  # served at once it could still answer a lookup that went by the wrong row
                 self._reader.forget()
                 raise ArtifactError(f"{cartridge.manifest.name} is not what was kept of it; read again soon")

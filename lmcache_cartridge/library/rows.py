@@ -20,7 +20,6 @@ from ..artifact.model import Fingerprint
 from ..errors import CartridgeError, ModelMismatch, UnsupportedEngine
 from .index import KeyIndex
 from .manifest_cache import ManifestCache
-from .registry import RegistryEntry
 
 logger = logging.getLogger(__name__)
 
@@ -49,11 +48,6 @@ class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
     def is_open(self) -> bool:
         """Whether every prompt with its tokens may have it: what the base model computes of them."""
         return self.kind == "prefill" and not self.adapted
-
-    @property
-    def place(self) -> Place:
-        """Where its artefact lies."""
-        return Place(Path(self.root or self.location), self.location)
 
 
 _decode = msgspec.msgpack.Decoder(list[Row]).decode
@@ -112,10 +106,6 @@ class RowReader:
         adapted = manifest.fingerprint.lora is not None
         row = Row(digest, location, beside, manifest.kind, manifest.positions, hashes, adapted)
         return row, Cartridge(manifest, root, location)
-
-    def is_likely(self, row: Row, entry: RegistryEntry) -> bool:
-        """Whether a row may be what `read` would return for a registered cartridge. Reads nothing."""
-        return (entry.location, entry.kind, entry.positions) == (row.location, row.kind, row.positions)
 
     def recall(self) -> list[Row]:
         """Return what was kept last. Blocks for the read.
