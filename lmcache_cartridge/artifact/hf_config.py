@@ -110,7 +110,7 @@ def of_config(
             plain = {name: value for name, value in sorted(parameters.items()) if not isinstance(value, list | dict)}
             layers = _rotating(config, kind)
             rotations.append(
-                Rotation(rope_type, tuple(inv_freq), attention_factor, plain, engine_pairing(config), layers)
+                Rotation(rope_type, tuple(inv_freq), attention_factor, plain, _kind(config).pairing, layers)
             )
     return Fingerprint(
         architecture=(config.get("architectures") or [config["model_type"]])[0],
@@ -164,11 +164,6 @@ def _latent_size(config: Mapping[str, Any]) -> int | None:
 
 def _kind(config: Mapping[str, Any]) -> _Kind:
     return _KINDS.get(config.get("model_type", ""), _Kind())
-
-
-def engine_pairing(config: Mapping[str, Any]) -> Pairing | None:
-    """Return which dimensions of keys engines rotate together where transformers may do it otherwise; None where alike."""
-    return _kind(config).pairing
 
 
 def reach(architecture: str) -> int | None:

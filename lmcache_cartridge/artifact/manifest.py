@@ -23,8 +23,6 @@ COMPANIONABLE = 4.5
 """A compaction to fewer positions than its document's tokens over this is made for itself alone; see `Manifest.company`."""
 CHECKSUM_BYTES = 16
 """Checksums are blake3 truncated to 128 bits."""
-ENCODINGS = ("plain", "int8")
-"""How a payload holds KV: in the model's dtype, or as `int8.py` says."""
 _ID = r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,127}\Z"
 _Checksum = Annotated[str, msgspec.Meta(min_length=2 * CHECKSUM_BYTES, max_length=2 * CHECKSUM_BYTES)]
 _TokenCount = Annotated[int, msgspec.Meta(gt=0, lt=MAX_TOKENS)]
@@ -153,8 +151,8 @@ class Payload(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     chunk_tokens: Count
     checksums: tuple[tuple[_Checksum, ...], ...]
     """Hex blake3 of each head of each chunk as it is stored: `checksums[chunk][kv_head]`."""
-    encoding: Annotated[str, msgspec.Meta(pattern=f"^({'|'.join(ENCODINGS)})$")] = "plain"
-    """One of `ENCODINGS`. Left out of the file where it is "plain"."""
+    encoding: Annotated[str, msgspec.Meta(pattern="^(plain|int8)$")] = "plain"
+    """How it holds KV: in the model's dtype, or as `int8.py` says. Left out of the file where it is "plain"."""
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -52,7 +52,7 @@ class ArtifactWriter:
         """Start an artefact that will appear at `root`.
 
         `token_ids` are its p ids, or how a trained cartridge's are drawn from its digest. `document_ids` are those of
-        a trained cartridge's document, `chat` is how servers go on with either. `encoding` is one of `manifest.ENCODINGS`. Raises `CartridgeExists` if `root` is
+        a trained cartridge's document, `chat` is how servers go on with either. `encoding` is that of `Payload`. Raises `CartridgeExists` if `root` is
         there already.
         """
         if encoding != "plain" and fingerprint.planes != 2:

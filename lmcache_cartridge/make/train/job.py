@@ -71,7 +71,7 @@ class Task:
     max_model_len: int | None = None
     """Of the engine, for longrope."""
     payload: str = "plain"
-    """One of `manifest.ENCODINGS`."""
+    """That of `manifest.Payload`."""
     device: str = "cpu"
     lora: Path | None = None
     """Directory of a LoRA adapter, for whose requests the cartridge is."""
