@@ -285,7 +285,7 @@ def test_locations_beyond_a_bound_are_looked_up_again(remote: _Remote, monkeypat
     for others, fresh in (2, True), (9, False):
         for number in range(others):
             assert cache.known(f"s3://bucket/{number}") is None
-        assert (cache.known(remote.location, None) is not None, cache.known(remote.location)) == (fresh, copy)
+        assert (cache.known(remote.location, 3600) is not None, cache.known(remote.location)) == (fresh, copy)
 
 
 def _huge_text(fingerprint: Fingerprint, positions: int) -> bytes:
