@@ -34,7 +34,7 @@ def load(loader: ChunkLoader, segments: Sequence[Segment], chunk: int, out: torc
     for piece in loader.pieces(segments, chunk):
         data = loader.read(cartridges[piece.at.digest], piece.at.chunk, None if piece.where else room)
         if data is not room:
-            loader.put(piece.where, data, room)
+            loader.put(piece, data, room)
     loader.finish(room, out)
     if wait:
         copied(loader)

@@ -144,19 +144,16 @@ class ChunkLoader:
             raise
         return data
 
-    def put(self, where: Share | None, data: torch.Tensor, out: torch.Tensor) -> None:
+    def put(self, piece: Piece, data: torch.Tensor, out: torch.Tensor) -> None:
         """Fill the part of an engine chunk in the heads layout, flat uint8, that a stored chunk is."""
-        if where is None:
-            out.copy_(data)
-            return
-        ((manifest, _, _), offset), stored, start = where
+        ((manifest, _, _), offset), stored, start = piece.where
         first = stored * manifest.stored.chunk_tokens
-        piece = self._piece(manifest, stored)
+        shape = self._piece(manifest, stored)
         low = max(start - offset, first)
-        high = min(start + self.shape.tokens - offset, first + piece.tokens)
+        high = min(start + self.shape.tokens - offset, first + shape.tokens)
         place = slice(low + offset - start, high + offset - start)
         target, own = heads_view(out, self.shape), slice(self._layers.start, self._layers.stop)
-        for plane, kv in enumerate(heads_view(data, piece)[:, :, low - first : high - first]):
+        for plane, kv in enumerate(heads_view(data, shape)[:, :, low - first : high - first]):
             if plane == 0 and offset:
                 # All layers: it knows them by number.
                 kv = shift_keys(kv, manifest.fingerprint, offset)
@@ -293,7 +290,7 @@ class CatalogSource(ChunkSource):
 
     def __init__(self, loader: ChunkLoader, catalog: Catalog) -> None:
         self._loader, self._catalog = loader, catalog
-        self.room, self.finish = loader.room, loader.finish  # type: ignore[method-assign]
+        self.room, self.put, self.finish = loader.room, loader.put, loader.finish  # type: ignore[method-assign]
 
     def pieces(self, key: ChunkKey) -> Sequence[Piece]:
         return self._loader.pieces(self._segments(key.digest), key.chunk)
@@ -308,9 +305,6 @@ class CatalogSource(ChunkSource):
             if not (moved and self._catalog.segments(at.digest)):
                 raise
         return self.read(at, out)
-
-    def put(self, piece: Piece, data: torch.Tensor, out: torch.Tensor) -> None:
-        self._loader.put(piece.where, data, out)
 
     def _segments(self, tag: str) -> list[Segment]:
         segments = self._catalog.segments(tag)

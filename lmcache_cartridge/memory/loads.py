@@ -66,8 +66,7 @@ class ChunkSource:
         raise NotImplementedError
 
     def put(self, piece: Piece, data: torch.Tensor, out: torch.Tensor) -> None:
-        """Fill the part of `out`, made by `room`, that a piece is."""
-        out.copy_(data)
+        """Fill the part of `out`, made by `room`, that a piece is; of pieces that are read elsewhere than into it."""
 
     def room(self, slot: torch.Tensor) -> torch.Tensor:
         """Return the memory to put a chunk's pieces into; quick."""
@@ -101,7 +100,8 @@ class LoadThreads:
         self._source, self._loaded, self._is_slow = source, loaded, is_slow
         self._loading: dict[ChunkKey, Entry] = {}
         self._reads: dict[ChunkKey, Read] = {}
-        self._seconds, self._counts = 0.0, [0] * (len(LOAD_SECONDS) + 1)
+        self.seconds, self.counts = 0.0, [0] * (len(LOAD_SECONDS) + 1)
+        """Spent in loads, failed ones too; and the chunks by duration, as `LOAD_SECONDS` divides. To be read under `lock`."""
         self._lock = lock
         limits = {"cartridge-load": threads, "cartridge-fetch": slow_threads}
         self._workers = [
@@ -133,13 +133,6 @@ class LoadThreads:
                 read.future.cancel()
                 del self._reads[read.at]
         entry.forget_reads()
-
-    def durations(self) -> tuple[float, tuple[int, ...]]:
-        """Return the seconds spent in loads, failed ones too, and the chunks by duration, as `LOAD_SECONDS` divides.
-
-        `lock` is held.
-        """
-        return self._seconds, tuple(self._counts)
 
     def relieve(self) -> None:
         """Put other threads in the place of those that are stalled, for all cartridges but theirs. Does not wait.
@@ -199,7 +192,7 @@ class LoadThreads:
                 _attempt(entry, self._source.put, piece, data, entry.room)
         took_s, done = time.perf_counter() - started, []
         with self._lock:
-            self._seconds += took_s
+            self.seconds += took_s
             for entry, _ in read.wanted:
                 entry.seconds += took_s
                 entry.left -= 1
@@ -216,7 +209,7 @@ class LoadThreads:
             for entry in entries:
                 del self._loading[entry.key]
                 entry.forget_reads()
-                self._counts[bisect_left(LOAD_SECONDS, entry.seconds)] += 1
+                self.counts[bisect_left(LOAD_SECONDS, entry.seconds)] += 1
                 entry.error = entry.error or error
                 if entry.error is not None:
                     logger.warning("chunk %d of %s was not loaded: %s", *reversed(entry.key), entry.error)

@@ -185,7 +185,7 @@ class MemoryTier:
             held = resident - self._idle + sum(entry.holds > 0 for entry in loading)
             return TierStats(
                 self._hits, self._misses, self._promoted, self._failed, self._evicted, resident, len(loading), held,
-                len(self._leases), self._lent, resident * self.slot_bytes, self.budget_bytes, *self._threads.durations()
+                len(self._leases), self._lent, resident * self.slot_bytes, self.budget_bytes, self._threads.seconds, tuple(self._threads.counts)
             )  # fmt: skip
 
     def close(self) -> None:
