@@ -75,13 +75,13 @@ def read_exactly(descriptor: int, offset: int, out: memoryview, path: str, seen:
             shown = done
 
 
-def open_regular(path: Path | str, flags: int = os.O_RDONLY) -> int:
+def open_regular(path: str, flags: int) -> int:
     """Open a file, which must be a regular one: to open or read a FIFO or device may block for ever. Raises `OSError`."""
     descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK)
     if stat.S_IFMT(os.fstat(descriptor).st_mode) in (stat.S_IFREG, stat.S_IFDIR):
         return descriptor
     os.close(descriptor)
-    raise OSError(errno.EINVAL, "is no regular file", str(path))
+    raise OSError(errno.EINVAL, "is no regular file", path)
 
 
 @contextmanager

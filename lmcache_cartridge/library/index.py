@@ -61,7 +61,8 @@ class KeyIndex:
         The tail of a prefill cartridge, beyond its last whole chunk, is left for the engine to compute. A trained one has its
         tail as one more chunk, of which no prompt has the hash.
         """
-        return b"".join(map(self._pack, self._filled(token_ids, self.chunks_in(manifest.positions, manifest.kind))))
+        hashes = self._filled(token_ids, self.chunks_in(manifest.positions, manifest.kind))
+        return b"".join(own.to_bytes(self._width, "big") for own in hashes)
 
     def chunks_in(self, positions: int, kind: Kind) -> int:
         """Return of how many chunks a cartridge of so many positions is."""
@@ -173,6 +174,3 @@ class KeyIndex:
             return struct.unpack_from(f">{len(hashes) // 8}Q", hashes)
         width = self._width
         return [int.from_bytes(hashes[at : at + width], "big") for at in range(0, len(hashes), width)]
-
-    def _pack(self, chunk_hash: int) -> bytes:
-        return chunk_hash.to_bytes(self._width, "big")

@@ -71,7 +71,7 @@ def push(
         return Moved(there, root, False)
     if reading.load_manifest(root).digest != manifest.digest:
         raise ArtifactError(f"{root} was replaced while it was pushed; push it again")
-    for file in files_of(manifest):
+    for file in [*reading.id_files(manifest), *([reading.PAYLOAD] if manifest.payload else [])]:
         with (root / file).open("rb") as opened:
             source.upload(location, file, opened, _counted(file, os.fstat(opened.fileno()).st_size, progress))
     if manifest.payload:
@@ -191,11 +191,6 @@ def holds(root: Path, manifest: Manifest) -> bool:
     except CartridgeError:
         return False
     return True
-
-
-def files_of(manifest: Manifest) -> list[str]:
-    """Return the files of an artefact beside its manifest."""
-    return [*reading.id_files(manifest), *([manifest.payload.file] if manifest.payload else [])]
 
 
 def _manifest_at(location: str, source: S3Source) -> Manifest | None:
