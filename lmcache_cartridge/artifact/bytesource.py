@@ -26,11 +26,13 @@ class SmallFile(NamedTuple):
     """Changes whenever the file does; compare for equality only."""
 
 
-class FileReader(Protocol):
-    """Small files, and facts about files. Safe from any thread.
+class ByteSource(Protocol):
+    """Read-only bytes of artefacts. Ranges are read into the caller's memory. Safe from any thread.
 
     A *location* is an artefact's absolute directory or its `s3://bucket/prefix`; `file` is a file of it. Every read
     blocks. All raise `SourceError`: `SourceNotFound`, `SourceDenied` or `SourceTimeout` where it is known to be that.
+    Where a file ends early `TruncatedPayload` is raised. After an error a buffer's bytes are undefined, and nothing is
+    written to it.
     """
 
     def read(self, location: str, file: str, limit_bytes: int, *, known: str | None = None) -> SmallFile | None:
@@ -42,14 +44,6 @@ class FileReader(Protocol):
     def revision(self, location: str, file: str) -> str:
         """Return a file's revision, as `read` does."""
 
-
-class ByteSource(FileReader, Protocol):
-    """Read-only bytes of artefacts. Ranges are read into the caller's memory.
-
-    Where a file ends early `TruncatedPayload` is raised. After an error a buffer's bytes are undefined, and nothing is
-    written to it.
-    """
-
     def read_into(self, location: str, file: str, where: ByteRange, out: memoryview, seen: Seen | None = None) -> None:
         """Fill `out`, as many bytes as `where`, with these bytes of a file. An empty range asks nobody.
 
@@ -60,8 +54,8 @@ class ByteSource(FileReader, Protocol):
         """Give back connections and threads. Reads still under way may fail."""
 
 
-def read_whole(source: FileReader, location: str, file: str, limit_bytes: int) -> bytes:
-    """Return all bytes of a file, as `FileReader.read` does."""
+def read_whole(source: ByteSource, location: str, file: str, limit_bytes: int) -> bytes:
+    """Return all bytes of a file, as `ByteSource.read` does."""
     found = source.read(location, file, limit_bytes)
     if found is None:
         raise SourceError(f"{location}/{file}: the source says that it is unchanged, unasked")

@@ -15,7 +15,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from ..artifact import files, reading
-from ..artifact.bytesource import FileReader, read_whole
+from ..artifact.bytesource import ByteSource, read_whole
 from ..artifact.lru import Lru
 from ..artifact.manifest import MAX_MANIFEST_BYTES, Manifest, decode
 from ..errors import ArtifactError, CartridgeError, SourceDenied, SourceError, SourceNotFound
@@ -52,7 +52,7 @@ class ManifestCache:
     reader of one is not disturbed when the artefact is replaced. The one that was used last is a location's.
     """
 
-    def __init__(self, directory: Path, source: FileReader) -> None:
+    def __init__(self, directory: Path, source: ByteSource) -> None:
         """Touches no file before the first call."""
         self._directory, self._source = directory, source
         self._lock = threading.Lock()

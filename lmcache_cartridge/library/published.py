@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
-from ..artifact.bytesource import FileReader
+from ..artifact.bytesource import ByteSource
 from ..artifact.manifest import Manifest, check_id
 from ..errors import CartridgeError, RegistryError, SourceDenied, SourceError, SourceNotFound
 from .registry import COLUMNS, Number, Registry, RegistryEntry
@@ -106,7 +106,7 @@ class Published(Registry):
         self,
         path: Path,
         location: str,
-        source: FileReader,
+        source: ByteSource,
         writer: LibraryWriter | None = None,
         *,
         clock: Callable[[], float] = time.time,

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ..artifact import files, reading
-from ..artifact.bytesource import ByteSource, FileReader, read_whole
+from ..artifact.bytesource import ByteSource, read_whole
 from ..artifact.manifest import MAX_MANIFEST_BYTES, Manifest, check_id, decode
 from ..errors import ArtifactError, CartridgeError, CartridgeExists, CartridgeNotFound, SourceNotFound
 from ..library.registry import Registry
@@ -213,7 +213,7 @@ def _is_complete(manifest: Manifest, location: str, source: S3Source) -> bool:
         return False
 
 
-def _check_size(manifest: Manifest, location: str, source: FileReader) -> None:
+def _check_size(manifest: Manifest, location: str, source: ByteSource) -> None:
     file = manifest.stored.file
     reading.check_size(manifest, source.size(location, file), f"{location}/{file}", "Push it again")
 
