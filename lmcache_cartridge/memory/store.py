@@ -187,8 +187,7 @@ class CartridgeStore:
 
     def release(self, chunk_hash: int, tag: str | None = None) -> bool:
         """End one lease of a chunk; False if it has none."""
-        if tag is not None:
-            self._find(tag)
+        self._catalog.derive(tag)  # its chain may have been forgotten since it was looked up
         keys, tiers = self._catalog.index.candidates(chunk_hash, tag), self._memory.values()
         return any(tier.release(key, tag is None) for key in keys for tier in tiers)
 
@@ -208,7 +207,7 @@ class CartridgeStore:
         Of a quarantined cartridge that is named, what is resident was verified, and may have been promised already.
         """
         if tag is not None:
-            self._find(tag)
+            self._catalog.derive(tag)  # its chain may have been forgotten since it was looked up
             return self._catalog.index.leading(hashes, tag)
         keys, tiers = self._leading(hashes, None), self._memory.values()
         if len(keys) == len(hashes) and any(tier.promised(keys) for tier in tiers):
@@ -218,11 +217,6 @@ class CartridgeStore:
             leased = (key for key in candidates if any(tier.promised([key]) for tier in tiers))
             keys[at : at + 1] = [key for key in [next(leased, None) or next(iter(keys[at:]), None)] if key]
         return keys
-
-    def _find(self, tag: str) -> None:
-        """Make the chunks of a tag findable again if its chain was forgotten since it was looked up."""
-        if not self._catalog.index.has(tag):
-            self._catalog.derive(tag)
 
     def _load_untried(self, hashes: Sequence[int]) -> None:
         """Load what may come to answer the rest of a prompt, since the engine will be tried with it."""
