@@ -92,7 +92,7 @@ class Entries:
         allow_trained: bool,
         grace_s: float,
         cache_dir: Path,
-        accept_weights: bool = False,
+        accept_weights: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Knows nothing before the first `refresh`. What is removed, or was never registered, stays for `grace_s`.

@@ -69,7 +69,7 @@ class RowReader:
         directory: Path,
         registry: Path,
         allow_trained: bool,
-        accept_weights: bool = False,
+        accept_weights: bool,
     ) -> None:
         """Touches no file."""
         self._index, self._copies = index, copies

@@ -299,7 +299,7 @@ def _huge_text(fingerprint: Fingerprint, positions: int) -> bytes:
 def test_ids_of_another_model_are_not_fetched(remote: _Remote) -> None:
     remote.put_file(MANIFEST, _huge_text(make_fingerprint(layers=5), 1 << 20))
     index = KeyIndex(lambda ids: [1], 16)
-    where = {"directory": Path("/nowhere"), "registry": Path("/nowhere")}
+    where = {"directory": Path("/nowhere"), "registry": Path("/nowhere"), "accept_weights": False}
     reader = RowReader(index, remote.cache(), make_fingerprint(), allow_trained=True, **where)
     with pytest.raises(ModelMismatch, match="layers: 5, not 3"):
         reader.find("ab" * 32, remote.location)
