@@ -54,6 +54,3 @@ class Lru(Generic[K, V]):
     def __contains__(self, key: K) -> bool:
         """Whether there is an entry; it is no use of it."""
         return key in self._entries
-
-    def __len__(self) -> int:
-        return len(self._entries)
