@@ -351,8 +351,9 @@ class Entries:
         entry.row, entry.error = row, None
         entry.until_s = math.inf if entry.names else self._clock() + self._grace_s
         if row.kind != "tokens":
-            # A document that is not registered answers those who name it, not every prompt that begins like it.
-            self.index.add(row.digest, row.hashes, open_to_all=row.is_open and bool(entry.names), rank=rank)
+            # A document answers every prompt that begins like it: as the base model computes it, and if it is registered.
+            is_open = row.kind == "prefill" and not row.adapted and bool(entry.names)
+            self.index.add(row.digest, row.hashes, open_to_all=is_open, rank=rank)
 
     def _refuse(self, entry: Entry, name: str, error: CartridgeError, *, quiet: bool = False) -> None:
         """Note why a cartridge is not served, unless it lies elsewhere, sound."""

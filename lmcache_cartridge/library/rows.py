@@ -44,11 +44,6 @@ class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
     adapted: bool = False
     """Whether it was made with a LoRA adapter."""
 
-    @property
-    def is_open(self) -> bool:
-        """Whether every prompt with its tokens may have it: what the base model computes of them."""
-        return self.kind == "prefill" and not self.adapted
-
 
 _decode = msgspec.msgpack.Decoder(list[Row]).decode
 
