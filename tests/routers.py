@@ -73,7 +73,7 @@ class Stub:
             """In one piece: else the second waits 40 ms for Envoy's delayed acknowledgement of the first."""
 
             def do_GET(self) -> None:
-                self._send(Reply(body={"data": [{"id": "m", "object": "model"}]}))
+                self._send(stub.get(self.path))
 
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers.get("content-length", 0)))
@@ -97,8 +97,12 @@ class Stub:
         self.requests: list[Request]
         self.url = f"http://{LOCAL}:{self._server.server_port}"
 
+    def get(self, path: str) -> Reply:
+        """Return what a GET is answered."""
+        return Reply(body={"data": [{"id": "m", "object": "model"}]})
+
     def __enter__(self) -> Stub:
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
         return self
 
     def __exit__(self, *exc: object) -> None:

@@ -9,25 +9,26 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import threading
 import xml.etree.ElementTree
 from collections.abc import Callable, Iterator
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import routers
 from making import make_artifact
+from routers import Reply, Request
 
 from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.cli.recall import MODEL_DIR
 from lmcache_cartridge.errors import CartridgeError, CartridgeNotFound
 from lmcache_cartridge.library.quarantine import Quarantine
 from lmcache_cartridge.library.registry import Registry
-from lmcache_cartridge.make.server import Reply, Server
+from lmcache_cartridge.make.server import Reply as Answered
+from lmcache_cartridge.make.server import Server
 from lmcache_cartridge.make.trial import texts
 from lmcache_cartridge.make.trial.maker import Held, Home, Maker, parts
 from lmcache_cartridge.make.trial.own import OwnServer, eager, reason
@@ -40,67 +41,31 @@ VOCABULARY, LONGEST = 60, 2000
 Answer = dict[str, Any]
 
 
-class Stub:
-    """No engine: an HTTP server that does what a server with cartridges does, or what `fault` says."""
+class Stub(routers.Stub):
+    """It does what a server with cartridges does, or what `fault` says."""
 
     def __init__(self) -> None:
+        super().__init__("validate", self._posted)
         self.cartridges = {f"{name}@1": [ord(name) + n % 7 for n in range(40 + ord(name) % 5)] for name in "abc"}
         self.current = {name: f"{name}@1" for name in "abc"}
         self.fault = ""
         self.count = itertools.count(1)
-        stub = self
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-            disable_nagle_algorithm = True  # else each answer waits 40 ms for an acknowledgement
+    def _posted(self, request: Request) -> Reply:
+        return self.post(request.path, json.loads(request.body), request.headers.get("x-cartridges"))
 
-            def do_GET(self) -> None:
-                self._send(*stub.get(self.path))
-
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-                self._send(*stub.post(self.path, body, self.headers.get("x-cartridges")))
-
-            def _send(self, status: int, body: Any, headers: dict[str, str] | None = None) -> None:
-                data = json.dumps(body).encode()
-                self.send_response(status)
-                for name, value in {**(headers or {}), "content-length": str(len(data))}.items():
-                    self.send_header(name, value)
-                self.end_headers()
-                self.wfile.write(data)
-
-            def log_message(self, *arguments: object) -> None:
-                """Say nothing."""
-
-        class Server(ThreadingHTTPServer):
-            daemon_threads, block_on_close, request_queue_size = True, False, 128
-
-        self._server = Server(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
-
-    def __enter__(self) -> Stub:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-
-    def get(self, path: str) -> tuple[int, Any]:
+    def get(self, path: str) -> Reply:
         if path == "/v1/models":
-            return 200, {"data": [{"id": "m", "max_model_len": LONGEST}]}
+            return Reply(body={"data": [{"id": "m", "max_model_len": LONGEST}]})
         if path == "/v1/cartridges":
             row = {"version": 1, "current": True, "kind": "prefill", "state": "cold"}
             rows = [row | {"id": name[:-2], "positions": len(ids)} for name, ids in self.cartridges.items()]
-            return 200, {"data": rows}
+            return Reply(body={"data": rows})
         if path.startswith("/v1/cartridges/"):
-            return 200, {"state": "resident" if self.fault == "notes nothing" else "quarantined"}
-        return (500 if self.fault == "unwell" else 200), {}
+            return Reply(body={"state": "resident" if self.fault == "notes nothing" else "quarantined"})
+        return Reply(500 if self.fault == "unwell" else 200)
 
-    def post(self, path: str, body: Answer, header: str | None) -> tuple[int, Any, dict[str, str]]:
+    def post(self, path: str, body: Answer, header: str | None) -> Reply:
         named = body.get("cartridges")
         if named is False:
             named = None
@@ -133,9 +98,9 @@ class Stub:
         own = self._own(path, body)
         ids = [*(i for name in used for i in self.cartridges[name]), *own]
         if path == "/v1/cartridges/tokens":
-            return 200, {"token_ids": ids}, {}
+            return Reply(body={"token_ids": ids})
         if path == "/tokenize":
-            return 200, {"tokens": own}, {}
+            return Reply(body={"tokens": own})
         if not own:
             return self._refuse(400, "a prompt must have text beside its cartridges")
         if len(ids) > LONGEST:
@@ -148,7 +113,7 @@ class Stub:
         prompt = body.get("prompt", [])
         return [ord(c) % 50 for c in prompt] if isinstance(prompt, str) else prompt
 
-    def _complete(self, path: str, body: Answer, ids: list[int], names: list[str]) -> tuple[int, Any, dict[str, str]]:
+    def _complete(self, path: str, body: Answer, ids: list[int], names: list[str]) -> Reply:
         tokens, rows = [], []
         for _ in range(body["max_tokens"]):
             seed = int.from_bytes(hashlib.sha256(repr([*ids, *tokens]).encode()).digest()[:8], "big")
@@ -175,12 +140,12 @@ class Stub:
             for n in names
         ]
         shown = names and self.fault != "no header"
-        return 200, reply, {"X-Cartridges": ", ".join(parts)} if shown else {}
+        return Reply(200, {"X-Cartridges": ", ".join(parts)} if shown else {}, reply)
 
-    def _refuse(self, status: int, message: str) -> tuple[int, Any, dict[str, str]]:
+    def _refuse(self, status: int, message: str) -> Reply:
         if self.fault == "anything goes":
-            return 200, {}, {}
-        return status, {"error": {"message": message}}, {}
+            return Reply()
+        return Reply(status, body={"error": {"message": message}})
 
 
 CHECKS = {
@@ -371,7 +336,7 @@ def test_a_trained_cartridge_is_asked_with_a_single_token_that_is_not_in_it(
     """On a GPU vLLM replays that step as one CUDA graph, whose loads begin in another place."""
     asked, ask = [], context.client.ask
 
-    def noted(question: Any, cartridges: Any = (), **fields: Any) -> Reply:
+    def noted(question: Any, cartridges: Any = (), **fields: Any) -> Answered:
         asked.append((len(question), list(cartridges or ())))
         return ask(question, cartridges, **fields)
 
@@ -513,8 +478,8 @@ def test_a_small_model_is_served_by_few_threads_on_a_cpu_alone(tmp_path: Path, m
     assert own.variant(saves=True).environment() == {"VLLM_SERVER_DEV_MODE": "1"}
 
 
-def _reply(*rows: dict[int, float]) -> Reply:
-    return Reply(200, "", tuple(max(row, key=lambda token: row[token]) for row in rows), rows)
+def _reply(*rows: dict[int, float]) -> Answered:
+    return Answered(200, "", tuple(max(row, key=lambda token: row[token]) for row in rows), rows)
 
 
 def test_answers_are_compared_up_to_the_first_token_that_differs() -> None:
