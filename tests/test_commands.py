@@ -143,12 +143,6 @@ SHOWN = {page.name: commands(page) for page in PAGES if page.name not in ELSEWHE
 TYPED = [c for found in SHOWN.values() for c in found if c not in BY_OTHERS and c not in BY_NOBODY]
 
 
-def test_commands_are_read_as_they_stand(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("```sh\na b   # c's\nd \\\n  e &\ncurl x -d '{\n  \"y\": 1}'\n```\n```\nno\n```\n")
-    assert commands(page) == ["a b", "d e", "curl x -d '{ \"y\": 1}'"]
-
-
 def test_there_are_commands_and_none_is_listed_that_is_not_shown() -> None:
     shown = {command for found in SHOWN.values() for command in found}
     assert len(shown) > 25

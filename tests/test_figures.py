@@ -76,14 +76,6 @@ def test_a_figure_typed_by_hand_is_seen(hand: str) -> None:
     assert typed(f"words <!-- made by docs/generate.py: saves -->\n{hand}\n<!-- end --> words") == []
 
 
-@pytest.mark.parametrize("text", [
-    "p = 16,384 positions", "vLLM 0.32.0 and LMCache 0.5.6", "4x and 16x", "`drain_s: 30 s`", "16 GiB of memory", "port 8000",
-    "100,000 cartridges", "chunks of 256 tokens", "```\n12 s\n```", "| `a` | 256 | tokens |",
-])  # fmt: skip
-def test_sizes_and_settings_are_none(text: str) -> None:
-    assert typed(f"words {text} words") == []
-
-
 @pytest.fixture
 def results(tmp_path: Path) -> Iterator[Any]:
     """Write a result of ttft of a small package, and yield its file, the package, and what reads both."""

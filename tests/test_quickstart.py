@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import select
 import signal
 import subprocess
 import sys
@@ -80,18 +79,6 @@ def _run(script: str, directory: Path, environment: dict[str, str]) -> tuple[int
         with suppress(ProcessLookupError):  # nobody of the group is left
             os.killpg(shell.pid, signal.SIGKILL)
     return shell.returncode, said
-
-
-def test_a_page_that_fails_leaves_no_server_behind(tmp_path: Path) -> None:
-    """The pipe that it holds has another end as long as it runs."""
-    os.mkfifo(tmp_path / "held")
-    reader = os.open(tmp_path / "held", os.O_RDONLY | os.O_NONBLOCK)
-    script = "set -e\nexec 3> held\nsleep 600 > server.log 2>&1 &\nfalse\necho on\n"
-    assert _run(script, tmp_path, dict(os.environ)) == (1, "")
-    ended = select.poll()
-    ended.register(reader, select.POLLHUP)
-    assert ended.poll(60_000), "the server still runs"
-    os.close(reader)
 
 
 def test_there_are_blocks_to_type_and_what_comes_of_most_is_shown() -> None:
