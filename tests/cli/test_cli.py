@@ -369,7 +369,7 @@ def test_a_quarantine_is_shown_and_lifted_by_verify_once_the_cartridge_is_sound(
         ("show nobody", "'nobody'; `lmcache-cartridge list`"), ("verify nobody", "'nobody'"),
         ("label current nobody", "'nobody'"), ("show x@99999999999999999999", "'x@99999999999999999999'"),
         ("label ../x doc", "cannot be a cartridge id"),
-        ("import .", ". is no cartridge yet"), ("import nowhere", "nowhere"),
+        ("import .", ". is no cartridge yet"), ("import file --model nowhere --id a/b", "cannot be a cartridge id"), ("import nowhere", "nowhere"),
         ("list --home file", "registry"), ("list --home file/below", "registry"),
         ("list --home other", "registry.sqlite: file is not a database"),
         ("build --model nowhere --document file --id ../escape", "cannot be a cartridge id"),

@@ -420,14 +420,6 @@ def test_the_command_imports_and_registers(tmp_path: Path, capsys: pytest.Captur
     assert "PEFT CARTRIDGE adapter" in out
 
 
-def test_a_wrong_id_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    path = _kv(tmp_path)
-    status, out, err = _run(capsys, "import", path, "--model", MODEL_DIR, "--id", "a/b", "--home", tmp_path / "home")
-    assert (status, out) == (1, "")
-    assert "cannot be a cartridge id" in err
-    assert err.count("\n") == 1
-
-
 def test_a_hub_id_is_taken_from_the_local_cache_and_the_network_left_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
