@@ -37,7 +37,7 @@ class ServerProcess:
     """Runs a `Launch` on a free port of the loopback interface, its output in a log file."""
 
     def __init__(
-        self, launch: Launch, log: Path, *, environment: Mapping[str, str] = SMALL, timeout_s: float = 300.0
+        self, launch: Launch, log: Path, *, environment: Mapping[str, str] = SMALL, timeout_s: float = 600.0
     ) -> None:
         """`environment` is used where the caller's own has no such variable; `timeout_s` bounds the start."""
         self.port = free_port()
@@ -56,11 +56,12 @@ class ServerProcess:
             )
         deadline = time.monotonic() + self._timeout_s
         try:
-            while not self._healthy():
-                if self._process.poll() is not None or time.monotonic() > deadline:
-                    tail = self.log.read_text(errors="replace")[-3000:]
-                    raise UnsupportedEngine(f"the server did not start; the end of {self.log} says:\n{tail}")
-                time.sleep(0.2)
+            with httpx.Client(base_url=self.url, timeout=5) as client:
+                while not _is_healthy(client):
+                    if self._process.poll() is not None or time.monotonic() > deadline:
+                        tail = self.log.read_text(errors="replace")[-3000:]
+                        raise UnsupportedEngine(f"the server did not start; the end of {self.log} says:\n{tail}")
+                    time.sleep(0.2)
         except BaseException:
             self._stop()
             raise
@@ -80,11 +81,6 @@ class ServerProcess:
         """Return its exit status; None while it runs."""
         return self._process.poll()
 
-    def _healthy(self) -> bool:
-        with suppress(httpx.HTTPError):
-            return httpx.get(f"{self.url}/health", timeout=5).is_success
-        return False
-
     def _stop(self) -> None:
         """End the server and every process it started: they are all in its process group."""
         if self._process.poll() is None:
@@ -94,6 +90,12 @@ class ServerProcess:
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+
+
+def _is_healthy(client: httpx.Client) -> bool:
+    with suppress(httpx.HTTPError):
+        return client.get("/health").is_success
+    return False
 
 
 def run_pair(lmcache: list[str], vllm: list[str]) -> int:
