@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from .admission import Admission  # which loads vLLM
     from .drain import Drain
     from .making import Maker
+
+logger = logging.getLogger("vllm.lmcache_cartridge.serve.admin")
 
 _ACTIONS = ("preload", "pin", "unpin", "evict")
 _PAGE_ROWS = 1000
@@ -49,7 +52,9 @@ def add_routes(app: FastAPI, admission: Admission, drain: Drain) -> None:
     async def refused(request: Request, problem: Any) -> Response:
         """Answer what no route answers itself."""
         if isinstance(problem, RegistryError):
-            problem = Refusal(503, "the registry cannot be read now", retry_after_s=5)
+            logger.warning("the registry cannot be read: %s", problem)
+            why = without_paths(str(problem), {})
+            problem = Refusal(503, f"the registry cannot be read now: {why}", retry_after_s=5)
         elif isinstance(problem, CartridgeError):
             status = 400 if isinstance(problem, ManifestError) else 409
             problem = Refusal(status, without_paths(str(problem), {}))

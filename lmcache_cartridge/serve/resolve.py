@@ -315,7 +315,8 @@ class Resolver:
                 self._warned_s = self._clock()
                 logger.warning("what was found before is served on: %s", error)
             if known is None:
-                raise Refusal(503, "the registry cannot be read now", retry_after_s=5) from None
+                why = without_paths(str(error), {})
+                raise Refusal(503, f"the registry cannot be read now: {why}", retry_after_s=5) from None
             return known
         return self._rows.put(reference.id, rows)
 

@@ -110,6 +110,21 @@ def test_states_tell_the_quarantined_from_the_refused(watched: Watched, url: str
         quarantine.lift(digest)
 
 
+def test_why_the_registry_cannot_be_read_is_answered_and_logged(
+    watched: Watched, url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = watched.settings.registry_path
+    path.write_bytes(b"no database" * 1000)
+    for query in ("", "/a"):
+        with pytest.raises(HTTPError) as caught:
+            _get(url, query)
+        said = json.load(caught.value)["error"]["message"]
+        assert caught.value.code == 503
+        assert "file is not a database" in said and str(path.parent) not in said
+        assert f"{path}: file is not a database" in caplog.text
+        caplog.clear()
+
+
 def test_top_shows_what_is_active_beyond_the_first_page(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admin, "_PAGE_ROWS", 2)
     digest = next(row.digest for row in Registry(watched.settings.registry_path).all() if row.name == "d@1")
