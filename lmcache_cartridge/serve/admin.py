@@ -112,8 +112,9 @@ def add_routes(app: FastAPI, admission: Admission, drain: Drain) -> None:
                 ids = await tokenized(prompt=text)
         except (ArtifactError, KeyError, TypeError) as error:
             raise Refusal(400, f"the text is not taken: {error}") from None
-        context = await maker().post(ids, posted, tenants_of(posted.cache_salt, current().api_key)[0], chat)
-        return JSONResponse(context.shown, 200 if context.digest else 202)
+        current().tenants = tenants_of(posted.cache_salt, current().api_key)
+        shown = await one((await maker().post(ids, posted, current().tenants[0], chat)).id)
+        return JSONResponse(shown, 200 if shown["digest"] else 202)
 
     @router.get("/{name}/files/{file}")
     async def part(name: str, file: str) -> Any:
@@ -126,7 +127,9 @@ def add_routes(app: FastAPI, admission: Admission, drain: Drain) -> None:
     @router.patch("/{name}")
     async def patch(name: str, patched: Patched) -> Any:
         maker().check(patched)
-        return (await asyncio.to_thread(maker().patch, await made(name), patched)).shown
+        context, shown = await made(name), await one(name)
+        context = await asyncio.to_thread(maker().patch, context, patched)
+        return shown | {"expires_at": context.expires_at}
 
     @router.delete("/{name}")
     async def delete(name: str) -> Any:

@@ -90,9 +90,9 @@ class Context(NamedTuple):
 
     @property
     def shown(self) -> dict[str, Any]:
-        """What a client hears of it."""
+        """What a client hears of it; once it is made its `state` is for the engine to say."""
         about = {name: value for name, value in self._asdict().items() if name not in ("tenant", "key")}
-        state = "failed" if self.error else "ready" if self.digest else "making"
+        state = "failed" if self.error else "making"
         return {"object": "cartridge", "version": 1, "state": state} | about
 
 

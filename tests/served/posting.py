@@ -58,7 +58,7 @@ class Served(NamedTuple):
             return False
 
         until(is_made)
-        assert found[-1]["state"] in ("ready", "resident", "cold"), found[-1]
+        assert found[-1]["state"] in ("resident", "cold"), found[-1]
         return found[-1]
 
     def get(self, name: str = "", asker: Asker | None = None, **query: str) -> Any:

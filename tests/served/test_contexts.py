@@ -102,6 +102,9 @@ def test_the_same_text_again_is_the_same_context_and_costs_nothing(served: Serve
             name: first[name] for name in ("id", "digest", "created_at")
         }
         assert again.json()["expires_at"] > first["expires_at"] + 3000
+        told = (again, served.get(first["id"]), served.asker.http.patch(f"{ROUTE}/{first['id']}", json={"ttl": 7200}))
+        said = [each.json() | {"expires_at": 0, "uses": 0, "last_used_at": 0} for each in told]
+        assert said[0] == said[1] == said[2] and said[0]["state"] == "resident", "in the same words"
     assert len(served.named()) == before
 
 
