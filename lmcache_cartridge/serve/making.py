@@ -42,6 +42,7 @@ _ANSWER_S, _LEASE_S = 5.0, 15.0
 _SPARE = 1.2
 """By how much longer marks keep what is published, so that an index is not written for each request."""
 _PROGRESS = "UPDATE contexts SET done = min(done + ?, tokens) WHERE id = ?"
+_MADE = "UPDATE contexts SET digest = ?, bytes = ?, expires_at = ?, done = tokens WHERE id = ?"
 _FAILED = "UPDATE contexts SET error = ?, digest = '', expires_at = ? WHERE id = ? AND key = ?"
 _LIVING = "SELECT * FROM contexts WHERE (key = ? OR id = ?) AND expires_at > ?"
 _LONGEST = """SELECT * FROM contexts WHERE key IN (SELECT value FROM json_each(?)) AND digest != '' AND expires_at > ?
@@ -175,21 +176,24 @@ class Maker:
 
         Raises `Refusal` where a label points at something else.
         """
-        known, name = self._registry.labels(), f"{context.id}@1"
-        old = {label for label in known if known[label] == name}
-        state = {label for label in old if label.startswith(STATE)}
-        wanted = old if patched.labels is None else state.union(patched.labels)
-        if taken := [label for label in wanted if known.get(label, name) != name]:
-            raise Refusal(409, f"the label {taken[0]} is in use; choose another")
+        name, renews = f"{context.id}@1", patched.ttl is not None and self._library is not None
         if patched.ttl is not None:
             context = context._replace(expires_at=time.time() + patched.ttl)
-            if self._library:
+        if patched.labels is not None or renews:
+            known = self._registry.labels()
+            old = {label for label in known if known[label] == name}
+            state = {label for label in old if label.startswith(STATE)}
+            wanted = old if patched.labels is None else state.union(patched.labels)
+            if taken := [label for label in wanted if known.get(label, name) != name]:
+                raise Refusal(409, f"the label {taken[0]} is in use; choose another")
+            if renews:
                 wanted = wanted - state | {context.label}
-        for label in wanted - old:
-            self._registry.label(label, name)
-        for label in old - wanted:
-            self._registry.unlabel(label)
-        self._run("UPDATE contexts SET expires_at = ? WHERE id = ?", context.expires_at, context.id)
+            for label in wanted - old:
+                self._registry.label(label, name)
+            for label in old - wanted:
+                self._registry.unlabel(label)
+        if patched.ttl is not None:
+            self._run("UPDATE contexts SET expires_at = ? WHERE id = ?", context.expires_at, context.id)
         return context
 
     async def _make(self, context: Context, ids: list[int], posted: Posted, chat: Chat | None) -> Context:
@@ -221,8 +225,7 @@ class Maker:
         else:
             self._library.publish(root, label=context.label)
             shutil.rmtree(root.parent)
-        about = context.digest, context.bytes, context.id
-        self._run("UPDATE contexts SET digest = ?, bytes = ?, done = tokens WHERE id = ?", *about)
+        self._run(_MADE, context.digest, context.bytes, context.expires_at, context.id)
         return self.patch(context, Patched(labels=posted.labels))
 
     def root(self, context: Context) -> Path:
