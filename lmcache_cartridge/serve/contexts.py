@@ -7,6 +7,7 @@ a published library has of them is taken in from there: a label of each says wha
 from __future__ import annotations
 
 import json
+import logging
 import sqlite3
 from collections import Counter
 from collections.abc import Iterator
@@ -22,6 +23,8 @@ from ..errors import RegistryError
 from ..library.registry import Registry, RegistryEntry
 from ..settings import Settings
 from .http import current
+
+logger = logging.getLogger("vllm.lmcache_cartridge.serve.contexts")
 
 STATE = "ctx."
 """What such a label begins with."""
@@ -100,18 +103,26 @@ class Contexts:
     """The table. Where the file is missing there are none. Safe to use in threads; blocks for the disk."""
 
     def __init__(self, settings: Settings, registry: Registry) -> None:
-        """`registry` is that of the `settings`, maybe a published library's copy. Touches no file."""
+        """`registry` is that of the `settings`, maybe a published library's copy. Raises `RegistryError` for a file that is no
+        table.
+        """
         self._path, self._private = settings.registry_path.with_suffix(".contexts"), private_places(settings)
         self._library = registry if settings.library else None
         self._known: object = None
         """Which state of the library was taken in."""
         self.used: Counter[str] = Counter()
         """How often each was used lately, by id."""
+        if self._path.exists():
+            self.create()
 
     def create(self) -> None:
-        """Make the file where it is missing."""
+        """Make the file where it is missing, and the table anew where it is another release's."""
         self._path.touch(0o600)
         with self._open() as db:
+            columns = tuple(name for _, name, *_ in db.execute("PRAGMA table_info(contexts)"))
+            if columns not in ((), Context._fields):
+                logger.warning("%s is of another release: what it has of contexts is let go", self._path)
+                db.execute("DROP TABLE contexts")
             db.execute(f"CREATE TABLE IF NOT EXISTS contexts ({', '.join(Context._fields)}, PRIMARY KEY (id))")
             db.execute("CREATE UNIQUE INDEX IF NOT EXISTS making ON contexts (key) WHERE digest = ''")
 

@@ -69,9 +69,8 @@ class Maker:
         if engines > 1 or role == "kv_consumer":
             raise UnsupportedEngine("contexts: LMCache has to save (--l1-bytes), in the one engine of a server")
         await self._admission.client.ask("captured", "", [], 0)
-        if self._library is not None:
-            await asyncio.to_thread(self._library.registry.begin)
         self.table.create()
+        await asyncio.to_thread(self.clear if self._library is None else self._library.registry.begin)
 
     async def post(self, ids: list[int], posted: Posted, tenant: str, chat: Chat | None) -> Context:
         """Have a context made of some tokens, maybe a chat's first ones, unless there is one, and wait a while.
@@ -264,6 +263,18 @@ class Maker:
                 self.remove(Context(*row))
         for (total,) in self._run("SELECT total(bytes) FROM contexts"):
             requests().context_bytes.set(total)
+
+    def clear(self) -> None:
+        """Remove from the home what its table does not know: that was lost, or another release's."""
+        places = [*self._settings.contexts_dir.glob("*")]
+        known = {key for (key,) in self._run("SELECT key FROM contexts")}
+        for place in places:
+            if place.name not in known:
+                logger.warning("%s is of no context that is known, and is removed", place)
+                for row in self._registry.all():
+                    if row.location.startswith(f"{place.resolve()}/"):
+                        self._registry.remove(row.name, labels=True)
+                shutil.rmtree(place, ignore_errors=True)
 
     def remove(self, context: Context) -> None:
         """Take a context out of the registry, the disk and the table; what is begun here is ended by whoever tidies up next.

@@ -1,0 +1,89 @@
+"""Making: what is kept of contexts when they change, and when their table does; how they are made is asked of vLLM in test_contexts."""
+
+from __future__ import annotations
+
+import shutil
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from blocks import quietly
+from making import make_artifact, make_fingerprint
+
+from lmcache_cartridge.library.registry import Registry
+from lmcache_cartridge.settings import Settings
+
+with quietly():
+    from lmcache_cartridge.serve.contexts import Context, Patched
+    from lmcache_cartridge.serve.making import Maker
+    from lmcache_cartridge.serve.resolve import Resolver
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return Settings(home=tmp_path)
+
+
+def maker_of(settings: Settings) -> Maker:
+    """Return what makes contexts in a home, as a server of it starts with."""
+    admission = SimpleNamespace(settings=settings, resolver=Resolver(settings))
+    maker = Maker(admission, None, 16, make_fingerprint())
+    maker.table.create()
+    return maker
+
+
+def kept(settings: Settings, maker: Maker, name: str) -> Context:
+    """Register a context as it lies once it is made, and note it in the table."""
+    context = Context(name, "", f"key-of-{name}", 1.0, 1e12, 32, 100, digest="d")
+    make_artifact(maker.root(context), cartridge_id=name, positions=32)
+    Registry(settings.registry_path).register(maker.root(context))
+    maker.table.run(f"INSERT INTO contexts VALUES ({', '.join('?' * len(context))})", *context)
+    return context
+
+
+def test_of_a_context_that_is_not_changed_wholly_the_rest_stays(settings: Settings) -> None:
+    maker = maker_of(settings)
+    before = kept(settings, maker, "book")
+    registry = Registry(settings.registry_path)
+    maker.patch(before, Patched(labels=["one"]))
+    longer = maker.patch(before, Patched(ttl=1e9)).expires_at
+    assert registry.labels() == {"one": "book@1"}
+    maker.patch(before, Patched(labels=["two"]))  # which heard of the context before it was to be kept longer
+    assert registry.labels() == {"two": "book@1"}
+    assert maker.table.of(["book"])["book"].expires_at == longer != before.expires_at
+    settings.registry_path.unlink()
+    maker.patch(before, Patched(ttl=1e9)), maker.patch(before, Patched())  # which have no need of it
+    assert not settings.registry_path.exists()
+
+
+def test_a_home_of_another_release_is_served_without_its_contexts(
+    settings: Settings, caplog: pytest.LogCaptureFixture
+) -> None:
+    maker = maker_of(settings)
+    root = maker.root(kept(settings, maker, "old"))
+    make_artifact(settings.cartridges_dir / "ours" / "1", cartridge_id="ours", positions=32)
+    Registry(settings.registry_path).register(settings.cartridges_dir / "ours" / "1")
+    (table,) = settings.home.glob("*.contexts")
+    with closing(sqlite3.connect(table)) as db, db:
+        db.execute("ALTER TABLE contexts DROP COLUMN error")
+    assert Resolver(settings).contexts.of(["old"]) == {}, "a server where nobody may make any"
+    assert str(table) in caplog.text
+    maker_of(settings).clear()
+    assert [row.id for row in Registry(settings.registry_path).all()] == ["ours"]
+    assert not root.parent.exists() and str(root.parent) in caplog.text
+    assert maker_of(settings).table.of(["old"]) == {}
+
+
+def test_a_home_that_lost_its_table_has_none_of_its_contexts_and_one_that_has_it_all(settings: Settings) -> None:
+    maker = maker_of(settings)
+    roots = [maker.root(kept(settings, maker, name)) for name in ("one", "two")]
+    maker_of(settings).clear()
+    assert all(root.exists() for root in roots) and len(Registry(settings.registry_path).all()) == 2, "the control"
+    for table in settings.home.glob("*.contexts"):
+        table.unlink()
+    maker_of(settings).clear()
+    assert not any(root.exists() for root in roots) and not Registry(settings.registry_path).all()
+    shutil.rmtree(settings.contexts_dir)
+    maker_of(settings).clear()
