@@ -61,7 +61,9 @@ class Counted:
     async def generate(self, prompt: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         """Generate. Each request has one output."""
         async for output in self._inner.generate(prompt, *args, **kwargs):
-            requests().own(len(prompt["prompt_token_ids"]), output.num_cached_tokens or 0)
+            cached = output.num_cached_tokens or 0
+            requests().count("own_tokens", "cached", cached)
+            requests().count("own_tokens", "computed", len(prompt["prompt_token_ids"]) - cached)
             yield output
 
 

@@ -265,10 +265,11 @@ class Canaries:
                 problem = self._end(key, trial, await self._examine(trial))
                 await self._tell(trial)
         except (TimeoutError, Unfinished, Refusal, CartridgeError) as error:
-            requests().canary("unfinished")
+            requests().count("canaries", "unfinished")
             logger.warning("%s could not be tried on this engine: %r", trial.manifest.name, error)
             raise Unfinished(str(error) or "it took too long") from None
-        requests().canary("failed" if problem else "accepted" if key in self._accepted else "passed")
+        outcome = "failed" if problem else "accepted" if key in self._accepted else "passed"
+        requests().count("canaries", outcome)
         return problem
 
     async def _examine(self, trial: Trial) -> Comparison | None:

@@ -93,7 +93,7 @@ class Maker:
             self.check(posted)
             context, is_new = await asyncio.to_thread(self._add, ids, posted, tenant, chat)
         except (Refusal, CartridgeError):
-            requests().context("refused")
+            requests().count("contexts", "refused")
             raise
         if is_new:
             self._making[context.id] = task = asyncio.create_task(self._make(context, ids, posted, chat))
@@ -201,11 +201,12 @@ class Maker:
             async with self._turn:
                 context = await self._written(context, ids, chat)
             context = await asyncio.to_thread(self._registered, context, posted)
-            requests().context("made", time.time() - context.created_at)
+            requests().count("contexts", "made")
+            requests().context_seconds.observe(time.time() - context.created_at)
             return context
         except Exception as error:
             logger.exception("%s was not made", context.id)
-            requests().context("failed")
+            requests().count("contexts", "failed")
             if type(error) is OSError:
                 error = Refusal(507, f"the context cannot be written: {error.strerror}")
             soon = time.time() + _LEASE_S

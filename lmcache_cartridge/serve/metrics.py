@@ -158,15 +158,12 @@ class StatusCollector:
         from prometheus_client.core import GaugeMetricFamily
 
         yield from self._families
-        row = _OF_SERVER["status_age_seconds"]
-        age = GaugeMetricFamily(PREFIX + row.name, row.help)
-        if self._updated_at is not None:
-            age.add_metric([], self._clock() - self._updated_at)
-        yield age
         known = self._library()
-        age_s = known and known.seen_s and max(0.0, time.time() - known.seen_s)
-        values = known and (known.position, age_s, known.problem is not None)
-        for row, value in zip(LIBRARY_NUMBERS, values or (None, None, None), strict=True):
+        age_s = None if self._updated_at is None else self._clock() - self._updated_at
+        since_s = known and known.seen_s and max(0.0, time.time() - known.seen_s)
+        of_library = (known.position, since_s, known.problem is not None) if known else (None, None, None)
+        rows = (_OF_SERVER["status_age_seconds"], *LIBRARY_NUMBERS)
+        for row, value in zip(rows, (age_s, *of_library), strict=True):
             number = GaugeMetricFamily(PREFIX + row.name, row.help)
             if value is not None:
                 number.add_metric([], value)
@@ -232,12 +229,8 @@ class RequestMetrics:
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         """Register the metrics, in prometheus_client's own registry by default; twice in one raises `ValueError`."""
         self._paused = False
-        self._requests = _metric("requests", registry)
-        self._lost = _metric("lost_prompts", registry)
-        self._canaries = _metric("canaries", registry)
-        self._own = _metric("own_tokens", registry)
-        self._contexts = _metric("contexts", registry)
-        self._making = _metric("context_seconds", registry, buckets=_WAIT_SECONDS)
+        self._outcomes = {name: _metric(name, registry) for name in OUTCOMES}
+        self.context_seconds = _metric("context_seconds", registry, buckets=_WAIT_SECONDS)
         self.context_bytes = _metric("context_bytes", registry, multiprocess_mode="mostrecent")
         self._positions = _metric("positions", registry)
         self._waits = _metric("request_wait_seconds", registry, buckets=_WAIT_SECONDS)
@@ -267,7 +260,7 @@ class RequestMetrics:
             raise
         finally:
             if outcome.value is not None and not self._paused:
-                self._requests.labels(outcome.value).inc()
+                self.count("requests", outcome.value)
 
     @contextmanager
     def wait(self) -> Iterator[None]:
@@ -279,24 +272,9 @@ class RequestMetrics:
         """Count positions that the engine gets the KV of."""
         self._positions.inc(positions)
 
-    def canary(self, outcome: Literal["passed", "accepted", "failed", "unfinished"]) -> None:
-        """Count an engine asked about a cartridge."""
-        self._canaries.labels(outcome).inc()
-
-    def own(self, tokens: int, cached: int) -> None:
-        """Count a prompt of the server's own, of which so many tokens were not computed."""
-        self._own.labels("cached").inc(cached)
-        self._own.labels("computed").inc(tokens - cached)
-
-    def context(self, outcome: Literal["made", "failed", "refused"], seconds: float | None = None) -> None:
-        """Count a context that was asked for, and how long it took."""
-        self._contexts.labels(outcome).inc()
-        if seconds is not None:
-            self._making.observe(seconds)
-
-    def lost(self, outcome: Literal["document", "error"]) -> None:
-        """Count a prompt whose KV was lost on the way."""
-        self._lost.labels(outcome).inc()
+    def count(self, name: str, outcome: str, by: int = 1) -> None:
+        """Count, of a metric in `OUTCOMES`, what came out so."""
+        self._outcomes[name].labels(outcome).inc(by)
 
 
 @cache

@@ -305,11 +305,11 @@ class GuardedEngine:
         may_compute = selection.must_inject == 0 or self._settings.on_miss == "document"
         if is_broken or selection.document_ids is None or not may_compute:
             http.retry_after(1)
-            requests().lost("error")
+            requests().count("lost_prompts", "error")
             lost_it = f"the engine lost {selection.names} or could not go on with it; ask again"
             raise retryable(lost_it, self._settings.retry_status)
         http.note(selection.replaced)
-        requests().lost("document")
+        requests().count("lost_prompts", "document")
         own = prompt["prompt_token_ids"][len(selection.token_ids) :]
         prompt = {**prompt, "prompt_token_ids": [*selection.document_ids, *own]}
         async for output in self._compute(prompt, params, {}, request_id, kwargs, lost):

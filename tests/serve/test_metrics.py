@@ -495,7 +495,7 @@ def test_the_table_of_metrics_is_what_is_exported(watched: Watched) -> None:
 
 
 def test_the_dashboard_uses_metrics_that_exist_with_labels_that_they_have(watched: Watched) -> None:
-    watched.requests.lost("error")
+    watched.requests.count("lost_prompts", "error")
     exported = _exported(watched)
     used = set()
     for panel in _panels():
