@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -21,7 +21,8 @@ from .contract import CAPTURE, COMPUTED, SKIP_SAVE, TAG
 
 _SAVE_S = 60.0
 """How long LMCache may take to save a chunk that is computed."""
-_POLL_S = 0.1
+_POLL_S, _PAUSE_S = 0.1, 0.01
+"""How often is looked for a chunk while the engine computes, and from then on."""
 QUESTION, ANSWER, _TOP = 12, 8, 10
 """Tokens of a question and of its answer, and how many of the likeliest are compared."""
 _PLACES = (0.05, 0.35, 0.65, 0.95)
@@ -76,7 +77,10 @@ async def heads(
                     raise UnsupportedEngine(
                         "LMCache did not save all: give --l1-bytes more than the KV of the text has"
                     )
-                await asyncio.sleep(_POLL_S if None in ranks else 0)
+                if None in ranks and not computing.done():
+                    await asyncio.wait([computing], timeout=_POLL_S)
+                elif None in ranks:
+                    await asyncio.sleep(_PAUSE_S)
             raw: Any = np.frombuffer(b"".join(ranks), np.uint8).reshape(-1, 2 * model.layers, chunk_tokens, size)
             # Of a head that several ranks have, the first.
             yield raw[:: len(raw) // model.kv_heads, :, : len(ids) - start].tobytes()
@@ -85,10 +89,16 @@ async def heads(
         computing.cancel()
 
 
+async def first_alone(ask: Callable[[Any], Awaitable[Any]], questions: Sequence[Any]) -> list[Any]:
+    """Return the answers to questions behind the same tokens: the others are asked at once when the first has brought these in."""
+    first = [await ask(question) for question in questions[:1]]
+    return [*first, *await asyncio.gather(*map(ask, questions[1:]))]
+
+
 async def canary(engine: Any, ids: list[int], salt: str, dtype: str) -> ServedCanary:
     """Return what the engine answers behind tokens that it has just computed, and that vLLM may still have under a salt."""
-    asked = []
-    for share in _PLACES:
+
+    async def asked(share: float) -> Asked:
         start = max(0, int(share * (len(ids) - QUESTION)))
         question = ids[start : start + QUESTION]
         output = await answer(
@@ -96,5 +106,6 @@ async def canary(engine: Any, ids: list[int], salt: str, dtype: str) -> ServedCa
         )  # fmt: skip
         found = output.outputs[0].logprobs
         logprobs = tuple(tuple(each.logprob for each in place.values()) for place in found)
-        asked.append(Asked(tuple(question), Expected(tuple(map(tuple, found)), logprobs, _NOISE[dtype])))
-    return ServedCanary(tuple(asked), 0.0)
+        return Asked(tuple(question), Expected(tuple(map(tuple, found)), logprobs, _NOISE[dtype]))
+
+    return ServedCanary(tuple(await first_alone(asked, _PLACES)), 0.0)

@@ -24,7 +24,7 @@ from ..artifact.canary import Asked, Comparison, Expected, ServedCanary, compare
 from ..artifact.manifest import Manifest
 from ..artifact.model import DTYPE_BYTES, Fingerprint
 from ..engine.client import ControlClient
-from ..engine.computed import answer
+from ..engine.computed import answer, first_alone
 from ..engine.contract import GRANT, SKIP_SAVE, TAG
 from ..engine.refusals import QUANTISED_CACHES
 from ..engine.salts import adapter_name
@@ -282,19 +282,21 @@ class Canaries:
             before, whole = trial.prefix(self._chunk_tokens) or (0, 0)
             # Of its own, so that no request ever gets blocks that this one left; the later questions do.
             salt, model = uuid.uuid4().hex, config.model_config
-            for asked in trial.questions if whole else ():  # else nothing of it is ever injected
-                ids, adapter = trial.selection.token_ids[:before], trial.within.adapter
-                transfer = {
-                    TAG: trial.tag, GRANT: {"must_inject": whole, "adapter": adapter_name(adapter)}, SKIP_SAVE: True,
-                }  # fmt: skip
+            ids, adapter = trial.selection.token_ids[:before], trial.within.adapter
+            transfer = {
+                TAG: trial.tag, GRANT: {"must_inject": whole, "adapter": adapter_name(adapter)}, SKIP_SAVE: True,
+            }  # fmt: skip
+
+            async def compared(asked: Asked) -> Comparison:
                 output = await answer(
                     self._engine, [*ids, *asked.question], salt, transfer, len(asked.answer.tokens), _TOP, adapter
                 )
                 found = _compare(asked.expected(in_fp8=_in_fp8(config)), output, whole, model.logprobs_mode)
                 logger.info("%s%s: %s", trial.manifest.name, " behind itself" if trial.is_behind else "", found)
-                if not found.passed:
-                    return found
-            return None
+                return found
+
+            found = await first_alone(compared, trial.questions if whole else ())  # else nothing of it is ever injected
+            return next((each for each in found if not each.passed), None)
 
 
 def trials(selection: Selection) -> Iterator[Trial]:

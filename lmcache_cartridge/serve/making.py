@@ -41,7 +41,7 @@ _ANSWER_S, _LEASE_S = 5.0, 15.0
 """How long whoever posts a context waits for it, and after what time one is removed whose maker was killed."""
 _SPARE = 1.2
 """By how much longer marks keep what is published, so that an index is not written for each request."""
-_PROGRESS = "UPDATE contexts SET done = min(done + ?, tokens) WHERE id = ?"
+_PROGRESS = "UPDATE contexts SET expires_at = ?, done = min(?, tokens) WHERE id = ? AND digest = ''"
 _MADE = "UPDATE contexts SET digest = ?, bytes = ?, expires_at = ?, done = tokens WHERE id = ?"
 _FAILED = "UPDATE contexts SET error = ?, digest = '', expires_at = ? WHERE id = ? AND key = ?"
 _LIVING = "SELECT * FROM contexts WHERE (key = ? OR id = ?) AND expires_at > ?"
@@ -58,6 +58,8 @@ class Maker:
         self.chunk, self._model, self._turn = chunk_tokens, model, asyncio.Lock()
         self.table, self._run = admission.resolver.contexts, admission.resolver.contexts.run
         self._making: dict[str, asyncio.Task[Context]] = {}
+        self._done: Counter[str] = Counter()
+        """Tokens whose KV is written, of those that are made."""
         self._library = Library(self._settings) if self._settings.library else None
         self._registry = self._library.registry if self._library else Registry(self._settings.registry_path)
         self._longest = (admission.resolver.context - QUESTION - ANSWER) // chunk_tokens * chunk_tokens
@@ -215,7 +217,7 @@ class Maker:
                 await asyncio.to_thread(self._withdraw, context)
             raise error from None
         finally:
-            del self._making[context.id]
+            del self._making[context.id], self._done[context.id]
 
     def _registered(self, context: Context, posted: Posted) -> Context:
         """Let others know of a context that is made, and return it. Raises as `patch` does, and `SourceError`."""
@@ -242,7 +244,7 @@ class Maker:
         ) as writer:  # fmt: skip
             async for raw in heads(engine, self._admission.client, ids, name, self._model, self.chunk):
                 await asyncio.to_thread(writer.write, raw)
-                await asyncio.to_thread(self._run, _PROGRESS, self.chunk, context.id)
+                self._done[context.id] += self.chunk
             about = Provenance("POST /v1/cartridges", time.strftime("%FT%TZ", time.gmtime()))
             served = await canary(engine, ids, name, self._model.dtype)
             manifest = await asyncio.to_thread(writer.commit, about, served)
@@ -258,7 +260,7 @@ class Maker:
         for context_id, count in used.items():
             self._run("UPDATE contexts SET uses = uses + ?, last_used_at = ? WHERE id = ?", count, now, context_id)
         for context_id in [*self._making]:
-            self._run("UPDATE contexts SET expires_at = ? WHERE id = ? AND digest = ''", now + _LEASE_S, context_id)
+            self._run(_PROGRESS, now + _LEASE_S, self._done[context_id], context_id)
         for row in self._run("SELECT * FROM contexts WHERE expires_at <= ?", now):
             with suppress(SourceError):  # it is tried again
                 self.remove(Context(*row))
