@@ -25,6 +25,8 @@ _SHARE = 0.9
 """Part of `reload_s` within which one look does for all processes of a machine."""
 _LOOK_S = 10.0
 """Longest time that a look may wait for a byte."""
+_CLOSE_S = 1.0
+"""How long is waited for one that is under way."""
 
 
 class Library:
@@ -125,8 +127,8 @@ class Follower:
         """Stop following. Blocks for a look that is under way, for a moment."""
         self._stopping.set()
         self._source.close()
-        if self._thread.is_alive():
-            self._thread.join(1.0)
+        if self._every_s:
+            self._thread.join(_CLOSE_S)
 
     def _run(self) -> None:
         while not self._stopping.wait(self._every_s):
