@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from ..artifact.files import replace
 from ..artifact.location import SCHEME, is_remote, parse
 from ..artifact.manifest import check_id
 from ..errors import CartridgeError, SettingsError
@@ -234,11 +234,8 @@ def _routed(given: Any, named: Mapping[str, str]) -> dict[str, Any]:
 def _write(path: Path, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if path.is_file() and path.read_text() == text:
-            return
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".lmcache-", delete=False) as file:
-            file.write(text)
-        Path(file.name).replace(path)
+        if not path.is_file() or path.read_text() != text:
+            replace(path, [text.encode()], 0o600)
     except OSError as error:
         raise SettingsError(
             f"{path} cannot be written: {error.strerror}; $LMCACHE_CARTRIDGE_HOME names a directory for it"

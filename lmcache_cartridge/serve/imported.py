@@ -30,6 +30,7 @@ from ..artifact.lru import Lru
 from ..errors import SourceError, SourceNotFound
 from ..library.registry import RegistryEntry, entry_of
 from ..settings import Settings
+from ..sources.locks import locked
 from .request import Refusal, without_paths
 
 logger = logging.getLogger("vllm.lmcache_cartridge.serve.imported")
@@ -217,28 +218,16 @@ class Imports:
         if not self._waiting.acquire(blocking=False):
             raise busy
         try:
-            with self._slots, self._locked(key, busy):
+            self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with self._slots, locked(self._directory / f".lock-{key[:2]}", self._deadline_s):
                 yield
+        except TimeoutError:
+            raise busy from None
         except OSError as error:
             logger.warning("%s cannot be used: %s", self._directory, error)
             raise Refusal(503, f"{shown} cannot be imported now", retry_after_s=30) from None
         finally:
             self._waiting.release()
-
-    @contextmanager
-    def _locked(self, key: str, busy: Refusal) -> Iterator[None]:
-        """Have no other process make the same. Raises `busy` where another one makes it for too long."""
-        self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        lock = os.open(self._directory / f".lock-{key[:2]}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            until = time.monotonic() + self._deadline_s
-            while not files.try_lock(lock):
-                if time.monotonic() > until:
-                    raise busy
-                time.sleep(0.05)
-            yield
-        finally:
-            os.close(lock)
 
     def _import(self, key: str, path: Path, work: Path, name: str, size: int, shown: str) -> Path:
         """Return the directory that a child has made. Raises `Refusal`, which is remembered where the file is at fault."""
