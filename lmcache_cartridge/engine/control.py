@@ -49,9 +49,7 @@ class ControlServer(frames.FrameServer):
         """Listen at `path`, which no other user may open. `store` is asked at every call for the `CartridgeStore`, or for
         what has its methods.
         """
-        # A socket's path has at most 107 bytes, which a long $TMPDIR takes alone.
-        parent = tempfile.gettempdir() if len(tempfile.gettempdir()) < 64 else "/tmp"
-        directory = Path(tempfile.mkdtemp(prefix="lmcache-cartridge-control-", dir=parent))
+        directory = Path(tempfile.mkdtemp(prefix="lmcache-cartridge-control-", dir=frames.parent()))
         atexit.register(shutil.rmtree, directory, ignore_errors=True)
         self.path = str(directory / "control")
 

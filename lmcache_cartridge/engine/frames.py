@@ -6,6 +6,7 @@ import asyncio
 import logging
 import socket
 import struct
+import tempfile
 import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -28,6 +29,11 @@ def connect(path: str) -> socket.socket:
         connection.close()
         raise
     return connection
+
+
+def parent() -> str:
+    """Return a directory for the directories of sockets: their paths have at most 107 bytes, which a long $TMPDIR takes alone."""
+    return found if len(found := tempfile.gettempdir()) < 64 else "/tmp"
 
 
 def encode(message: Any) -> bytes:

@@ -9,7 +9,6 @@ import shlex
 import shutil
 import socket
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib import metadata
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn
 
 from ..artifact.reading import MANIFEST, load_manifest
+from ..engine import frames
 from ..engine.contract import API_PLUGIN, CONTROL, PUBLISHED
 from ..engine.forms import EXTRA, SKIP_SAVING, saves_nowhere, with_forms
 from ..engine.lmcache_file import VARIABLE, as_parameters, lmcache_yaml, yaml_path
@@ -231,9 +231,7 @@ def lmcache_command(
 
 def control_path(port: int) -> str:
     """Return where the adapter of the LMCache server at `port` listens for workers: short, and nobody else's."""
-    # A socket's path has at most 107 bytes, which a long $TMPDIR takes alone.
-    parent = tempfile.gettempdir() if len(tempfile.gettempdir()) < 64 else "/tmp"
-    return str(Path(parent) / f"lmcache-cartridge-{os.getuid()}" / f"{port}.sock")
+    return f"{frames.parent()}/lmcache-cartridge-{os.getuid()}/{port}.sock"
 
 
 def l1_size_bytes(largest_bytes: int) -> int:
