@@ -131,22 +131,20 @@ class Canaries:
         self._settings, self._engine, self._client = settings, engine, client
         self._resolve, self._chunk_tokens = resolve, chunk_tokens
         self._fingerprint = fingerprint if settings.accept_weights and settings.canary != "required" else None
-        self._problems: dict[Key, str | None] = {}
-        """How the engine's answers differ from those expected, None if they do not."""
-        self._accepted: set[Key] = set()
-        """Those that differ, and are served: the setting `accept_weights` says that it was measured."""
+        self._ended: dict[Key, tuple[str, str | None]] = {}
+        """How trials ended, as `outcome` says it."""
         self._keys: dict[str, Key] = {}
         """Of cartridges alone, by `id@version`."""
         self._asking: dict[Key, asyncio.Task[str | None]] = {}
         self._trying: asyncio.Task[None] | None = None
 
     def outcome(self, name: str, digest: str) -> tuple[str | None, str | None]:
-        """Return `passed`, `accepted` or `failed` for `id@version`, and why; None where the engine was not tried with it."""
+        """Return `passed`, `accepted` or `failed` for `id@version`, and why it failed; None where the engine was not tried with it.
+
+        Those are accepted that differ and are served: the setting `accept_weights` says that it was measured.
+        """
         key = self._keys.get(name)
-        if key is None or key[0] != digest or key not in self._problems:
-            return None, None
-        problem = self._problems[key]
-        return "accepted" if key in self._accepted else "failed" if problem else "passed", problem
+        return self._ended.get(key, (None, None)) if key and key[0] == digest else (None, None)
 
     def follow(self, ranks: Sequence[Mapping[str, Any]]) -> asyncio.Task[None] | None:
         """Have those tried whose document's text came in prompts that do not name them; return the task under way.
@@ -175,17 +173,18 @@ class Canaries:
         """Tell the workers how a trial of a cartridge alone ended, or that there can be none; return whether it is trusted for all
         we know."""
         digest, key = trial.manifest.digest, self._key(trial)
-        if key is not None and (trial.is_behind or key not in self._problems):
+        if key is not None and (trial.is_behind or key not in self._ended):
             return True  # nothing to tell
         shown = "" if key is None else blake3(msgspec.json.encode(key[1])).hexdigest(16)
-        is_right = key is not None and self._problems[key] is None
+        is_right = key is not None and self._ended[key][1] is None
         await self._client.ask("tried", digest, shown, is_right)
         return is_right
 
     def known(self, selection: Selection) -> Refusal | None:
         """Return the refusal for a selection with a cartridge whose trial failed; None without one. Does not block."""
         for trial in trials(selection) if self._settings.canary else ():
-            if (key := self._key(trial)) is not None and (problem := self._problems.get(key)):
+            key = self._key(trial)
+            if key in self._ended and (problem := self._ended[key][1]):
                 return _failed(trial.manifest, problem)
         return None
 
@@ -232,24 +231,22 @@ class Canaries:
         logger.warning_once("%s cannot be tried on this engine: %s", manifest.name, reason)
         return None
 
-    def _end(self, key: Key, trial: Trial, found: Comparison | None) -> str | None:
-        """Note the first answer that was not as expected, None if all were; return why it is not served, None if it is."""
-        name = trial.manifest.name
-        problem = None if found is None else str(found)
-        weights = other_weights(trial.manifest, self._fingerprint)
+    def _end(self, key: Key, trial: Trial, found: Comparison | None) -> None:
+        """Note how a trial ended: with the first answer that was not as expected, None if all were."""
+        name, weights = trial.manifest.name, other_weights(trial.manifest, self._fingerprint)
+        if found is None:
+            self._ended[key] = "passed", None
         # Logprobs that are no numbers, or fewer than were asked for, are an engine's fault, whatever its weights.
-        if found is not None and weights and math.isfinite(found.difference):
+        elif weights and math.isfinite(found.difference):
             logger.warning("%s is served, as its weights are accepted (%s): %s", name, weights, found)
-            self._accepted.add(key)
-            problem = None
-        if problem is not None:
-            logger.error("%s is set aside on this engine: %s", name, problem)
-        self._problems[key] = problem
-        return problem
+            self._ended[key] = "accepted", None
+        else:
+            logger.error("%s is set aside on this engine: %s", name, found)
+            self._ended[key] = "failed", str(found)
 
     async def _result(self, key: Key, trial: Trial) -> str | None:
-        if key in self._problems:
-            return self._problems[key]
+        if key in self._ended:
+            return self._ended[key][1]
         if key not in self._asking:
             self._asking[key] = asyncio.create_task(self._settle(key, trial))
             self._asking[key].add_done_callback(lambda task: self._asking.pop(key, None))
@@ -262,13 +259,13 @@ class Canaries:
     async def _settle(self, key: Key, trial: Trial) -> str | None:
         try:
             async with asyncio.timeout(self._settings.ready_timeout_s):
-                problem = self._end(key, trial, await self._examine(trial))
+                self._end(key, trial, await self._examine(trial))
                 await self._tell(trial)
         except (TimeoutError, Unfinished, Refusal, CartridgeError) as error:
             requests().count("canaries", "unfinished")
             logger.warning("%s could not be tried on this engine: %r", trial.manifest.name, error)
             raise Unfinished(str(error) or "it took too long") from None
-        outcome = "failed" if problem else "accepted" if key in self._accepted else "passed"
+        outcome, problem = self._ended[key]
         requests().count("canaries", outcome)
         return problem
 
