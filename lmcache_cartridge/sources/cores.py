@@ -13,7 +13,7 @@ def use_all_cores() -> None:
     A new thread inherits the cores of the thread that began it. vLLM's CPU worker binds its main thread to one core, which
     every thread that fetches or loads would share with it. Changes nothing where the system does not allow it.
     """
-    with suppress(OSError, AttributeError):  # a sandbox may forbid it, another system not have it; what loads must go on
+    with suppress(OSError, AttributeError):  # a sandbox may forbid it, or another system lack it
         cores = os.sched_getaffinity(0)
         for thread in Path("/proc/self/task").iterdir():
             with suppress(OSError):  # it has ended
