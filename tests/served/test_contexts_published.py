@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -81,6 +83,25 @@ def test_what_one_server_made_every_server_answers_by(pair: tuple[Served, Served
     until(lambda: one.get(made["id"]).json()["expires_at"] == pytest.approx(again.json()["expires_at"], abs=0.01))
     manifest = two.asker.http.get(f"{ROUTE}/{made['id']}/files/manifest.json")
     assert manifest.json()["digest"] == made["digest"]
+
+
+def test_whoever_names_a_context_while_it_is_made_waits_for_it_on_the_server_that_makes_it(
+    pair: tuple[Served, Served],
+) -> None:
+    one, two = pair
+    ward = one.wards["fourth"]
+    one.fault.write_text(json.dumps({"capture_s": 1.0}))
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            making = pool.submit(one.post, document=ward.document.text, id="ctx-named")
+            until(lambda: one.get("ctx-named").json().get("state") == "making")
+            for unaware in (one.other, two.asker):
+                assert unaware.http.post("/v1/completions", json=_naming("ctx-named")).status_code == 404
+            one.right("ctx-named", ward, 2)
+            assert making.result().status_code in (200, 202)
+    finally:
+        one.fault.unlink()
+    assert one.asker.http.delete(f"{ROUTE}/ctx-named").status_code == 200
 
 
 def test_for_others_there_is_none_of_the_name_on_any_server(pair: tuple[Served, Served], library: Path) -> None:
