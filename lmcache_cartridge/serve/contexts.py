@@ -103,9 +103,7 @@ class Contexts:
     """The table. Where the file is missing there are none. Safe to use in threads; blocks for the disk."""
 
     def __init__(self, settings: Settings, registry: Registry) -> None:
-        """`registry` is that of the `settings`, maybe a published library's copy. Raises `RegistryError` for a file that is no
-        table.
-        """
+        """`registry` is that of the `settings`, maybe a published library's copy."""
         self._path, self._private = settings.registry_path.with_suffix(".contexts"), private_places(settings)
         self._library = registry if settings.library else None
         self._known: object = None
@@ -113,7 +111,8 @@ class Contexts:
         self.used: Counter[str] = Counter()
         """How often each was used lately, by id."""
         if self._path.exists():
-            self.create()
+            with suppress(OSError, RegistryError):  # in a home that may not be written to, it is read as it is
+                self.create()
 
     def create(self) -> None:
         """Make the file where it is missing, and the table anew where it is another release's."""
