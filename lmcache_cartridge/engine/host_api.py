@@ -160,15 +160,16 @@ async def control_paths(engine_client: Any) -> list[str]:
     """
     core = getattr(engine_client, "engine_core", None)
     if len(getattr(core, "core_engines", ())) < 2:
-        # Ranks that share one store, those of latent attention in multiprocess mode, have one socket.
-        return list(dict.fromkeys(await engine_client.collective_rpc(CONTROL_METHOD)))
-    ask = attribute(core, "call_utility_all_async")
-    paths = [path for engine in await ask("collective_rpc", CONTROL_METHOD, None, (), {}) for path in engine]
+        paths = await engine_client.collective_rpc(CONTROL_METHOD)
+    else:
+        ask = attribute(core, "call_utility_all_async")
+        paths = [path for engine in await ask("collective_rpc", CONTROL_METHOD, None, (), {}) for path in engine]
     if away := [path for path in paths if not Path(path).exists()]:
         raise UnsupportedEngine(
             f"{len(away)} of {len(paths)} workers are on another machine, where this API server cannot claim cartridges; "
             "start a server on each machine, and a router before them"
         )
+    # Ranks that share one store, those of latent attention in multiprocess mode, have one socket.
     return list(dict.fromkeys(paths))
 
 

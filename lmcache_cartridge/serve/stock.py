@@ -8,13 +8,13 @@ under vLLM's own connector, and the server would answer without cartridges.
 from __future__ import annotations
 
 import gc
-import logging
 import multiprocessing
 import os
 import sys
 from contextlib import suppress
-from functools import cache
 from typing import Any
+
+from vllm.logger import init_logger
 
 from ..engine.contract import API_PLUGIN
 from ..engine.forms import is_named
@@ -22,7 +22,7 @@ from ..engine.host_api import choose_connectors
 from ..errors import SettingsError
 from .arguments import TRANSFER, Arguments
 
-logger = logging.getLogger("vllm.lmcache_cartridge.serve.stock")
+logger = init_logger("vllm.lmcache_cartridge.serve.stock")
 _CONNECTORS = {
     "LMCacheConnectorV1": "lmcache_connector",
     "LMCacheMPConnector": "lmcache_mp_connector",
@@ -56,12 +56,7 @@ def _chosen(transfer: Any) -> tuple[str, str] | None:
     theirs = f"vllm.distributed.kv_transfer.kv_connector.v1.{_CONNECTORS.get(name)}"
     if name not in _CONNECTORS or transfer.kv_connector_module_path not in (None, theirs) or not is_named(transfer):
         return None
-    _say(name)
+    logger.info_once("the configuration names cartridges, so lmcache-cartridge's connector takes the place of %s", name)
     if name == "LMCacheMPConnector":
         return "lmcache_cartridge.engine.mp_connector", "CartridgeMPConnector"
     return "lmcache_cartridge.engine.connector", "CartridgeConnector"
-
-
-@cache
-def _say(name: str) -> None:
-    logger.info("the configuration names cartridges, so lmcache-cartridge's connector takes the place of %s", name)
