@@ -22,7 +22,7 @@ from .contract import CAPTURE, COMPUTED, SKIP_SAVE, TAG
 _SAVE_S = 60.0
 """How long LMCache may take to save a chunk that is computed."""
 _POLL_S, _PAUSE_S = 0.1, 0.01
-"""How often is looked for a chunk while the engine computes, and from then on."""
+"""Pauses between two looks for a chunk: while the engine computes, and in any case."""
 QUESTION, ANSWER, _TOP = 12, 8, 10
 """Tokens of a question and of its answer, and how many of the likeliest are compared."""
 _PLACES = (0.05, 0.35, 0.65, 0.95)
@@ -77,9 +77,8 @@ async def heads(
                     raise UnsupportedEngine(
                         "LMCache did not save all: give --l1-bytes more than the KV of the text has"
                     )
-                if None in ranks and not computing.done():
+                if None in ranks:
                     await asyncio.wait([computing], timeout=_POLL_S)
-                elif None in ranks:
                     await asyncio.sleep(_PAUSE_S)
             raw: Any = np.frombuffer(b"".join(ranks), np.uint8).reshape(-1, 2 * model.layers, chunk_tokens, size)
             # Of a head that several ranks have, the first.
