@@ -22,13 +22,13 @@ from ..memory import tiles
 from ..memory.quantise import Quantiser, quantiser
 from . import host
 from .client import ControlClient
-from .contract import CONTROL, GRANT, SKIP_SAVE
+from .contract import CONTROL, SKIP_SAVE
 from .control import fetch_tail, offer
 from .describe import answering, computed_dtype, fingerprint_of, own_layers, started, transfer_of
 from .latent import check_latents
 from .probe import Written, written_layout, written_rules
 from .report import Confirmed, Report, check_ids, confirm, key_name
-from .salts import adapter_salt, check_salt, is_apart, key_salt, own_shifts, shared_salt, shifted
+from .salts import adapter_salt, check_salt, grant_of, is_apart, key_salt, own_shifts, shared_salt, shifted
 from .tier_events import TellsTiers
 from .turns import Turns
 from .versions import versions
@@ -231,13 +231,13 @@ class CartridgeMPConnector(TellsTiers, InjectsWhole, LMCacheMPConnector):
         first = hash(tuple(request.prompt_token_ids[: self._chunk])) if request.prompt_token_ids else request.request_id
         salt = self._get_or_create_request_tracker(request).cache_salt
         # Of a claimed cartridge tenants may have copies of their own all the same; a prompt without one is its tenant's own.
-        has_claim = bool((request.kv_transfer_params or {}).get(GRANT))
+        has_claim = bool(grant_of(request.kv_transfer_params))
         return self._turns.may_ask(request.request_id, (salt, first), first if has_claim else (salt, first))
 
     def _resident(self, request: Request) -> int:
         """Return how many leading positions the request's claim has in memory, in whole chunks as LMCache finds them."""
-        grant = (request.kv_transfer_params or {}).get(GRANT) or {}
-        return max(grant.get("resident", 0), positions_to_inject(request)) // self._chunk * self._chunk
+        resident = grant_of(request.kv_transfer_params).get("resident", 0)
+        return max(resident, positions_to_inject(request)) // self._chunk * self._chunk
 
     def _look_up_again(self, tracker: LMCacheMPRequestTracker) -> bool:
         """Have LMCache look a request up once more, after a pause; False when it has missed long enough.
@@ -298,7 +298,7 @@ def _keys(request: Request, chunk_tokens: int) -> _Keys:
     shared = shared_salt(salt)
     if is_apart(params, lora_request):
         return _Keys(adapter_salt(salt, lora_request))
-    positions = ((params or {}).get(GRANT) or {}).get("positions")
+    positions = grant_of(params).get("positions")
     if shared in (None, salt) or positions is None:
         return _Keys(salt)
     return _Keys(shared, own_shifts(salt, chunk_tokens), positions // chunk_tokens * chunk_tokens)

@@ -29,6 +29,11 @@ _PROCESS = uuid.uuid4().hex
 """Stands for the files of adapters, which may be others when vLLM is started again."""
 
 
+def grant_of(kv_transfer_params: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Return what the API server granted a request, see `GRANT`; empty for one without cartridges."""
+    return (kv_transfer_params or {}).get(GRANT) or {}
+
+
 def key_salt(kv_transfer_params: Mapping[str, Any] | None, cache_salt: str | None = None) -> str:
     """Return the salt for LMCache's keys of a request, by which tenants are kept apart: no two of them have one in common.
 
@@ -38,7 +43,7 @@ def key_salt(kv_transfer_params: Mapping[str, Any] | None, cache_salt: str | Non
     """
     params = kv_transfer_params or {}
     tags = {k: v for k, v in params.items() if k.startswith("lmcache.tag.")}
-    own = (params.get(GRANT) or {}).get("salt", cache_salt) or ""
+    own = grant_of(params).get("salt", cache_salt) or ""
     if tags.keys() == {TAG}:
         return tag_salt(str(tags[TAG]), own)
     if tags:
@@ -106,8 +111,7 @@ def is_apart(kv_transfer_params: Mapping[str, Any] | None, lora_request: LoRAReq
     Without cartridges: whether it is an adapter's. LMCache's keys know no adapters (LMCache 0.5.6), and what is computed
     after cartridges is told apart by their digests.
     """
-    grant = (kv_transfer_params or {}).get(GRANT) or {}
-    return grant.get("adapter", "") != adapter_name(lora_request)
+    return grant_of(kv_transfer_params).get("adapter", "") != adapter_name(lora_request)
 
 
 def adapter_salt(salt: str, lora_request: LoRARequest | None) -> str:

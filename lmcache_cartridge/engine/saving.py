@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 
-from .contract import ADAPTER, GRANT, TENANT
-from .salts import adapter_salt, is_apart
+from .contract import ADAPTER, TENANT
+from .salts import adapter_salt, grant_of, is_apart
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -24,9 +24,8 @@ def keep_apart(request: Request) -> None:
     if request.sampling_params is None:
         return
     given = request.kv_transfer_params or {}
-    grant = given.get(GRANT) or {}
     params = {name: value for name, value in given.items() if name not in (TENANT, ADAPTER)}
-    params |= tenant(grant.get("salt", request.cache_salt))
+    params |= tenant(grant_of(given).get("salt", request.cache_salt))
     if is_apart(given, lora_request := request.lora_request):
         is_known = lora_request is not None and lora_request.load_inplace  # which has another salt each time
         params[ADAPTER] = given.get(ADAPTER) if is_known and ADAPTER in given else adapter_salt("", lora_request)

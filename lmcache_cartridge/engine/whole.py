@@ -17,7 +17,8 @@ from ..artifact.lru import Lru
 from ..errors import CartridgeError
 from ..memory.quantise import Quantiser
 from . import host
-from .contract import GRANT, NULL_BLOCK, TAG
+from .contract import NULL_BLOCK, TAG
+from .salts import grant_of
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
@@ -177,8 +178,7 @@ class InjectsWhole:
 
 def positions_to_inject(request: Request) -> int:
     """Return how many leading positions of a request must not be computed; 0 for one without trained cartridges."""
-    grant = (request.kv_transfer_params or {}).get(GRANT)
-    return grant["must_inject"] if grant else 0
+    return grant_of(request.kv_transfer_params).get("must_inject", 0)
 
 
 def write_layers(layers: Sequence[tuple[Any, torch.Tensor]], kv: torch.Tensor, slots: torch.Tensor) -> None:
