@@ -43,6 +43,16 @@ def wrap_handlers(
             serving.engine_client = engine(engine_client)
 
 
+class Around:
+    """Something of vLLM's with methods of ours in the place of some of its own."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
 class Cached(int):
     """Leading tokens of a prompt that were not computed."""
 

@@ -49,14 +49,8 @@ def served_by(engine: Any, chunk_tokens: int) -> Served | None:
     return Served(str(directory.resolve()), str(config.dtype).removeprefix("torch."), chunk_tokens)
 
 
-class Counted:
+class Counted(host_api.Around):
     """vLLM's engine client, for what the server asks itself."""
-
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
 
     async def generate(self, prompt: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         """Generate. Each request has one output."""

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from ..artifact.chat import Chat, Message
+from ..engine.host_api import Around
 from ..errors import ArtifactError
 from .request import Refusal
 
@@ -54,18 +55,16 @@ def behind(chat: Chat, ids: list[int], bos: int | None) -> list[int]:
     return own
 
 
-class ChatRenderer:
+class ChatRenderer(Around):
     """vLLM's renderer, which renders messages behind a cartridge's and returns what comes behind those.
 
     One for each request. vLLM's own methods run on it, so that they come by for each list of messages.
     """
 
     def __init__(self, inner: Any, chat: Chat) -> None:
-        self._inner, self._chat, self.rendered = inner, chat, False
+        super().__init__(inner)
+        self._chat, self.rendered = chat, False
         """Whether messages were rendered, whose tokens are then what goes behind the cartridge's."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
 
     async def render_chat(self, request: Any, **kwargs: Any) -> Any:
         """Render a chat request. Raises `Refusal`, as all do here."""

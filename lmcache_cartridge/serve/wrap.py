@@ -14,7 +14,7 @@ from vllm.logger import init_logger
 
 from ..engine.client import ControlClient
 from ..engine.contract import COMPUTED, TAG
-from ..engine.host_api import retryable, share
+from ..engine.host_api import Around, retryable, share
 from ..engine.withdrawals import Withdrawals, apart
 from ..errors import CartridgeError
 from ..settings import Settings
@@ -43,14 +43,12 @@ COMPUTE = Selection((), (), (), ())
 _ADAPTER = "the LoRA adapter is not the one that the request's cartridges were compared with; ask again"
 
 
-class CartridgeRenderer:
+class CartridgeRenderer(Around):
     """vLLM's renderer, with cartridges put before what it renders."""
 
     def __init__(self, inner: Any, admission: Admission) -> None:
-        self._inner, self._admission = inner, admission
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
+        super().__init__(inner)
+        self._admission = admission
 
     async def render_chat(self, request: Any, **kwargs: Any) -> Any:
         """Render a chat request."""
@@ -226,15 +224,13 @@ class ShowingRenderer(CartridgeRenderer):
         return result
 
 
-class GuardedEngine:
+class GuardedEngine(Around):
     """vLLM's engine client, which turns a cartridge lost on the way into its document or a clear error."""
 
     def __init__(self, inner: Any, settings: Settings, adapters: Adapters, client: ControlClient) -> None:
-        self._inner, self._settings, self._adapters, self._client = inner, settings, adapters, client
+        super().__init__(inner)
+        self._settings, self._adapters, self._client = settings, adapters, client
         self._withdrawals = Withdrawals(settings.quarantine_dir)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
 
     async def add_lora(self, lora_request: LoRARequest) -> Any:
         """Load a LoRA adapter, and read what it is."""
