@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.lmcache_cartridge.serve.admin")
 
+Ranks = list[dict[str, Any]]
+"""What each worker's store says of itself."""
 _ACTIONS = ("preload", "pin", "unpin", "evict")
 _PAGE_ROWS = 1000
 """Most cartridges that one answer lists."""
@@ -196,7 +198,7 @@ def _registry(admission: Admission) -> Registry:
     return Registry(admission.settings.registry_path, read_only=True)
 
 
-def _page(admission: Admission, ranks: list[dict[str, Any]], limit: int, after: str, active: bool) -> dict[str, Any]:
+def _page(admission: Admission, ranks: Ranks, limit: int, after: str, active: bool) -> dict[str, Any]:
     """List cartridges by id and version, as OpenAI's lists are paged; the `active` ones all together. Blocks."""
     imported = admission.resolver.imports.rows()
     if active:
@@ -225,54 +227,46 @@ def _page(admission: Admission, ranks: list[dict[str, Any]], limit: int, after: 
     return page
 
 
-def _states(admission: Admission, ranks: list[dict[str, Any]], rows: list[RegistryEntry]) -> list[dict[str, Any]]:
+def _states(admission: Admission, ranks: Ranks, rows: list[RegistryEntry]) -> list[dict[str, Any]]:
     """Describe cartridges for a client, without a path. Blocks."""
     quarantine = Quarantine(admission.settings.quarantine_dir)
     current = _registry(admission).current(row.id for row in rows)
     current |= {row.name for row in admission.resolver.imports.rows()}
-    states, contexts = [], admission.resolver.contexts.of([row.id for row in rows])
-    for row in rows:
-        outcome, problem = admission.canaries.outcome(row.name, row.digest)
+    contexts = admission.resolver.contexts.of([row.id for row in rows])
+
+    def described(row: RegistryEntry) -> dict[str, Any]:
+        outcome, failed = admission.canaries.outcome(row.name, row.digest)
+        refused = (rank["refused"][row.name] for rank in ranks if row.name in rank["refused"])
         quarantined = quarantine.reason(row.digest, row.location)
-        state = _state(row, ranks, quarantined, problem, row.name in current)
-        about = contexts[row.id].shown if row.id in contexts else {}
-        states.append(about | state | {"canary": outcome})
-    return states
+        reason = quarantined or next(refused, failed)
+        whole, rest = divmod(row.positions * (row.kind != "tokens"), ranks[0]["chunk_tokens"])
+        whole += row.kind == "trained" and rest > 0
+        tiers = {
+            tier: {"resident_chunks": min(rank["resident"][tier].get(row.digest, 0) for rank in ranks), "chunks": whole}
+            for tier in ranks[0]["resident"]
+        }
+        resident = max(tier["resident_chunks"] for tier in tiers.values())
+        loading = [rank["loading"][row.digest] for rank in ranks if row.digest in rank["loading"]]
+        if reason:
+            state = "quarantined" if quarantined else "refused"
+        else:
+            state = "resident" if resident >= whole else "loading" if loading else "cold"
+        return (contexts[row.id].shown if row.id in contexts else {}) | {
+            "object": "cartridge",
+            **{name: getattr(row, name) for name in ("id", "version", "digest", "kind", "positions", "bytes")},
+            "current": row.name in current,
+            "state": state,
+            "reason": reason and without_paths(reason, {row.location: row.name}),
+            "pinned": all(row.digest in rank["pinned"] for rank in ranks),
+            "tiers": tiers,
+            "loading": _progress(loading),
+            "canary": outcome,
+        }
+
+    return list(map(described, rows))
 
 
-def _state(
-    row: RegistryEntry, ranks: list[dict[str, Any]], quarantined: str | None, failed: str | None, current: bool
-) -> dict[str, Any]:
-    """Describe one cartridge. `quarantined` and `failed`, its canary, are the reason or None; `current` whether its id
-    stands for this version.
-    """
-    refused = (rank["refused"][row.name] for rank in ranks if row.name in rank["refused"])
-    reason = quarantined or next(refused, failed)
-    whole, rest = divmod(row.positions * (row.kind != "tokens"), ranks[0]["chunk_tokens"])
-    whole += row.kind == "trained" and rest > 0
-    tiers = {
-        tier: {"resident_chunks": min(rank["resident"][tier].get(row.digest, 0) for rank in ranks), "chunks": whole}
-        for tier in ranks[0]["resident"]
-    }
-    resident = max(tier["resident_chunks"] for tier in tiers.values())
-    loading = [rank["loading"][row.digest] for rank in ranks if row.digest in rank["loading"]]
-    if quarantined or reason:
-        state = "quarantined" if quarantined else "refused"
-    else:
-        state = "resident" if resident >= whole else "loading" if loading else "cold"
-    return {
-        "object": "cartridge",
-        **{name: getattr(row, name) for name in ("id", "version", "digest", "kind", "positions", "bytes")},
-        "current": current,
-        "state": state,
-        "reason": reason and without_paths(reason, {row.location: row.name}),
-        "pinned": all(row.digest in rank["pinned"] for rank in ranks),
-        "tiers": tiers,
-        "loading": _progress(loading),
-    }
-
-
-def _progress(ranks: list[dict[str, Any]]) -> dict[str, Any] | None:
+def _progress(ranks: Ranks) -> dict[str, Any] | None:
     """Describe how far the slowest rank is with loading; None where none is loading."""
     if not ranks:
         return None

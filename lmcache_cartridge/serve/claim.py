@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from types import TracebackType
 from typing import Any
 
 from ..engine.client import ControlClient, RemoteClaim
@@ -39,9 +38,7 @@ class Claim(RemoteClaim):
     async def __aenter__(self) -> Claim:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         if not self._prompts:
             self.release()
 
