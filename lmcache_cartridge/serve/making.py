@@ -248,6 +248,8 @@ class Maker:
             about = Provenance("POST /v1/cartridges", time.strftime("%FT%TZ", time.gmtime()))
             served = await canary(engine, ids, name, self._model.dtype)
             manifest = await asyncio.to_thread(writer.commit, about, served)
+        # Workers may know of this KV, and look for it where another context of the text was until lately.
+        await self._admission.client.ask("refresh")
         selection = Selection((manifest,), ((str(root), str(root)),), tuple(ids), tuple(ids))
         if (refusal := await self._admission.canaries.check(selection)) is not None:
             raise refusal
