@@ -1,4 +1,4 @@
-"""The servers of `cells`, and what every one of them is asked. Those of the shipped model are asked more: `shipped`."""
+"""The servers of `cells`, and what every one of them is asked. Those of the shipped model are asked more: `test_matrix_shipped`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 import yaml
 from cells import CELLS, Cell
@@ -26,7 +25,7 @@ from lmcache_cartridge.engine.versions import PROVEN
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.make.write import write_kv
-from lmcache_cartridge.serve.launch import Launch, Mode, server_command
+from lmcache_cartridge.serve.launch import Launch, server_command
 from lmcache_cartridge.serve.processes import SMALL, ServerProcess
 from lmcache_cartridge.settings import Settings, from_mapping
 
@@ -194,18 +193,6 @@ def serve_family(name: str, directory: Path) -> Iterator[Served]:
     more = ["--dtype", "float32", "--max-model-len", "1024" if cell.chunk == 64 else "4096"]
     with serve(cell, directory, path, model, settings, documents, text, list(range(400, 410)), more) as served:
         yield served
-
-
-def servers(mode: Mode) -> Any:
-    """Return the fixture `served` of the cells of one mode with models of random weights."""
-    names = [name for name, cell in CELLS.items() if cell.mode == mode and cell.model != "shipped"]
-
-    @pytest.fixture(scope="module", params=names)
-    def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-        with serve_family(request.param, tmp_path_factory.mktemp("cell")) as served:
-            yield served
-
-    return served
 
 
 class CellTests:

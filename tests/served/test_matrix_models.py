@@ -1,10 +1,18 @@
-"""The matrix's cells in one process with models that treat positions or heads their own way."""
+"""The matrix's cells with models that treat positions, heads or blocks each its own way."""
 
 from __future__ import annotations
 
-from matrix import CellTests, servers
+from collections.abc import Iterator
 
-served = servers("in-process")
+import pytest
+from cells import CELLS
+from matrix import CellTests, Served, serve_family
+
+
+@pytest.fixture(scope="module", params=[name for name, cell in CELLS.items() if cell.model != "shipped"])
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with serve_family(request.param, tmp_path_factory.mktemp("cell")) as served:
+        yield served
 
 
 class TestCells(CellTests):

@@ -1,4 +1,4 @@
-"""The matrix's cells of the shipped model. It knows what stands in a sheet, so what each kind of cartridge answers is counted."""
+"""The matrix's cells of the shipped model, in one file, so that their cartridges are made once. It knows what stands in a sheet, so what each kind of cartridge answers is counted."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.make.progress import silent
 from lmcache_cartridge.memory.rope import shift
-from lmcache_cartridge.serve.launch import Mode
 from lmcache_cartridge.settings import Settings, from_mapping
 from lmcache_cartridge.sources.published import Library
 from lmcache_cartridge.sources.s3 import S3Source
@@ -187,23 +186,17 @@ def _put(made: Made, settings: Settings, source: str, s3: MotoServer) -> None:
         source_of.close()
 
 
-def cells(mode: Mode) -> Any:
-    """Return the fixture `cell` of the shipped model's cells in one mode."""
-    names = [name for name, cell in CELLS.items() if cell.mode == mode and cell.model == "shipped"]
-
-    @pytest.fixture(scope="module", params=names)
-    def cell(
-        request: pytest.FixtureRequest, made: Made, moto_server: MotoServer, tmp_path_factory: pytest.TempPathFactory
-    ) -> Iterator[ShippedCell]:
-        with pytest.MonkeyPatch.context() as here:
-            for name, value in moto_server.environment.items():
-                here.setenv(name, value)
-            if BUCKET not in [bucket["Name"] for bucket in moto_server.client.list_buckets()["Buckets"]]:
-                moto_server.client.create_bucket(Bucket=BUCKET)
-            with serve_shipped(request.param, made, tmp_path_factory.mktemp("cell"), moto_server) as cell:
-                yield cell
-
-    return cell
+@pytest.fixture(scope="module", params=[name for name, cell in CELLS.items() if cell.model == "shipped"])
+def cell(
+    request: pytest.FixtureRequest, made: Made, moto_server: MotoServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ShippedCell]:
+    with pytest.MonkeyPatch.context() as here:
+        for name, value in moto_server.environment.items():
+            here.setenv(name, value)
+        if BUCKET not in [bucket["Name"] for bucket in moto_server.client.list_buckets()["Buckets"]]:
+            moto_server.client.create_bucket(Bucket=BUCKET)
+        with serve_shipped(request.param, made, tmp_path_factory.mktemp("cell"), moto_server) as cell:
+            yield cell
 
 
 @pytest.fixture(scope="module")
@@ -212,8 +205,8 @@ def served(cell: ShippedCell) -> Served:
     return cell.served
 
 
-class ShippedTests(CellTests):
-    """What every cell of the shipped model is asked: a subclass with the fixtures `made` and `cell`."""
+class TestCells(CellTests):
+    """What every cell of the shipped model is asked."""
 
     def test_validate_finds_every_answer_as_transformers_and_the_dense_prompt_have_it(self, served: Served) -> None:
         """In fp8 a computed document is further from its cartridge than noise: only the canary knows by how much."""
