@@ -238,13 +238,13 @@ class _CallEnded(CartridgeError):
 class _Call:
     """One read: its deadline, its retries, and that its buffers are not written to after it ended.
 
-    It ends `timeout_s` after it last went on, so one over a slow link that it shares takes as long as that needs. While
-    none of its tasks has a thread it waits for others, as long as they go on.
+    It ends `timeout_s` after it last went on, so one over a slow link that it shares takes as long as that needs. Until
+    the first of its tasks has a thread it waits for others, as long as they go on; the next follow that one.
     """
 
     def __init__(self, name: str, client: Any, target: dict[str, str], source: S3Source) -> None:
         self.name, self.client, self.target, self._source = name, client, target, source
-        self._progress, self._running = _Progress(), 0
+        self._progress, self._has_begun = _Progress(), False
         self._ended, self._lock = threading.Event(), threading.Lock()
         self._last: Exception | None = None
 
@@ -272,21 +272,15 @@ class _Call:
                 future.cancel()
 
     def _work(self, task: Callable[[], T]) -> T:
-        with self._lock:
-            self._running += 1
+        self._has_begun = True
         self._progress.add()
-        try:
-            result = task()
-        finally:
-            with self._lock:
-                self._running -= 1
+        result = task()
         self._progress.add()
         self._source.progress.add()
         return result
 
     def _left_s(self) -> float:
-        with self._lock:
-            at_s = self._progress.at_s if self._running else max(self._progress.at_s, self._source.progress.at_s)
+        at_s = self._progress.at_s if self._has_begun else max(self._progress.at_s, self._source.progress.at_s)
         return at_s + self._source.timeout_s - time.monotonic()
 
     def came(self, size_bytes: int) -> None:
