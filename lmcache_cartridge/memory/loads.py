@@ -111,13 +111,15 @@ class LoadThreads:
         ]
 
     def submit(self, entries: Sequence[Entry]) -> None:
-        """Have chunks loaded into their slots, which are the loading threads' until `loaded` is called. Does not wait."""
-        with self._lock:
-            for entry in entries:
-                entry.room = self._source.room(entry.bytes)
-                self._loading[entry.key] = entry
-            for digest, group in groupby(entries, lambda entry: entry.key.digest):
-                self._begin(digest, partial(self._plan, list(group)))
+        """Have chunks loaded into their slots, which are the loading threads' until `loaded` is called. Does not wait.
+
+        `lock` is held.
+        """
+        for entry in entries:
+            entry.room = self._source.room(entry.bytes)
+            self._loading[entry.key] = entry
+        for digest, group in groupby(entries, lambda entry: entry.key.digest):
+            self._begin(digest, partial(self._plan, list(group)))
 
     def loading(self) -> list[Entry]:
         """Return the chunks that are being loaded, the last submitted first."""

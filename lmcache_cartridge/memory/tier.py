@@ -192,7 +192,6 @@ class MemoryTier:
         """Admit no more chunks and wait for the loads under way. Loans stay valid."""
         with self._lock:
             self._closed = True
-            self._changed.notify_all()
         self._threads.close()
 
     def _poll(self, hold: Reservation) -> Readiness:
