@@ -69,7 +69,7 @@ def push(
         source.delete(location, reading.MANIFEST)
     elif there and _is_complete(there, location, source):
         return Moved(there, root, False)
-    if reading.load_manifest(root).digest != manifest.digest:
+    if found.digest != manifest.digest:
         raise ArtifactError(f"{root} was replaced while it was pushed; push it again")
     for file in [*reading.id_files(manifest), *([reading.PAYLOAD] if manifest.payload else [])]:
         with (root / file).open("rb") as opened:
