@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from ..errors import SourceError
-
 Seen = Callable[[memoryview], None]
 """Gets a buffer's bytes in order, each part as soon as it is filled; what it raises ends the read."""
 
@@ -57,6 +55,5 @@ class ByteSource(Protocol):
 def read_whole(source: ByteSource, location: str, file: str, limit_bytes: int) -> bytes:
     """Return all bytes of a file, as `ByteSource.read` does."""
     found = source.read(location, file, limit_bytes)
-    if found is None:
-        raise SourceError(f"{location}/{file}: the source says that it is unchanged, unasked")
+    assert found is not None, "no revision is known that it could still have"
     return found.data

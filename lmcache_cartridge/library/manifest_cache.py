@@ -138,10 +138,9 @@ class ManifestCache:
         small = self._source.read(location, reading.MANIFEST, MAX_MANIFEST_BYTES, known=revision)
         if small is not None:
             data, copy = small.data, self._of(location) / blake3(small.data).hexdigest()
-        elif known is not None:
-            data, copy = (known / reading.MANIFEST).read_bytes(), known
         else:
-            raise SourceError(f"{location}/{reading.MANIFEST}: the server answers that it is unchanged, unasked")
+            assert known is not None, "no other revision is asked for"
+            data, copy = (known / reading.MANIFEST).read_bytes(), known
         manifest = decode(data, f"{location}/{reading.MANIFEST}")
         check(manifest)
         is_new = small is not None and not _is_whole(copy, manifest, data)
