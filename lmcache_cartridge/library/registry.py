@@ -234,7 +234,7 @@ class Registry:
         with self._connect() as db:
             rows = db.execute(
                 "SELECT id, max(version) FROM cartridges WHERE promoted AND id IN (SELECT value FROM json_each(?)) GROUP BY id",
-                (json.dumps(sorted(set(ids))),),
+                (json.dumps(list(ids)),),
             ).fetchall()
         return {f"{cartridge_id}@{version}" for cartridge_id, version in rows}
 
