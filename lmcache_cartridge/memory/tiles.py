@@ -69,7 +69,7 @@ def fits(shape: ChunkShape, name: str) -> bool:
 def pack(canonical: torch.Tensor, out: torch.Tensor, shape: ChunkShape, name: str) -> None:
     """Fill `out`, flat uint8 of `shape.size_bytes`, with canonical KV `[2, L, T, H, D]` in layout `name`.
 
-    That may be one of `layout.VIEWS` too. Raises `ValueError` where the chunk is not made of whole tiles.
+    That may be one of `layout.VIEWS` too. Raises `RuntimeError` unless it `fits`.
     """
     if not is_tiled(name):
         VIEWS[name](out, shape)[:] = canonical
@@ -86,7 +86,7 @@ def pack(canonical: torch.Tensor, out: torch.Tensor, shape: ChunkShape, name: st
 def unpack(packed: torch.Tensor, shape: ChunkShape, name: str) -> torch.Tensor:
     """Return canonical KV `[2, L, T, H, D]` of flat uint8 in a layout of tiles; a new tensor. Of one of `layout.VIEWS`: a view.
 
-    Raises `ValueError` where the chunk is not made of whole tiles.
+    Raises `RuntimeError` unless it `fits`.
     """
     if not is_tiled(name):
         return VIEWS[name](packed, shape)
@@ -118,8 +118,6 @@ def _regions(
     values in two parts, the first of each pair and the second: that takes a quarter of the time.
     """
     kind, block, _ = _parse(name)
-    if not fits(shape, name):
-        raise ValueError(f"chunks of {shape.tokens} tokens and heads of {shape.head_size} are no whole tiles of {name}")
     halves = tiles.view(HELD[shape.dtype]).view(shape.layers, -1, shape.heads, 2, block * shape.head_size).unbind(3)
     packed = _PACKS[kind](*canonical.unflatten(2, (-1, block)).transpose(3, 4))  # of [L, T / block, H, block, D]
     keys, values = [(half.unflatten(-1, view.shape[3:]), view) for half, view in zip(halves, packed, strict=True)]
