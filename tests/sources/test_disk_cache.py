@@ -274,16 +274,20 @@ def test_the_cartridge_that_was_used_least_recently_goes_first_and_its_last_chun
     check(cache)
 
 
-def test_a_copy_that_cannot_be_replaced_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("moment", ["ftruncate", "pwrite"])
+def test_a_copy_that_cannot_be_replaced_stays(tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = _filled(tmp_path / "cache", 2)
 
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    really = os.pwrite
-    monkeypatch.setattr(os, "pwrite", lambda file, data, at: full() if len(data) == SIZE else really(file, data, at))
+    really = getattr(os, moment)
+    monkeypatch.setattr(
+        os, moment, lambda file, *given: really(file, *given) if len(given) == 2 and len(given[0]) < SIZE else full()
+    )
     _write(cache, 1)
     assert _read(cache, 1)
+    assert cache.stats()[7:9] == (2, 2 * SIZE), "what was not written counts"
     check(cache)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from lmcache_cartridge.artifact.bytesource import ByteRange, ByteSource, SmallFi
 from lmcache_cartridge.artifact.local import LocalSource
 from lmcache_cartridge.artifact.location import is_remote
 from lmcache_cartridge.errors import MalformedLocation, SourceDenied, SourceError, SourceNotFound, TruncatedPayload
+from lmcache_cartridge.sources.locks import locked
 from lmcache_cartridge.sources.s3 import S3Source
 from lmcache_cartridge.sources.sources import Sources
 
@@ -237,3 +239,14 @@ def test_local_artefacts_start_no_threads_for_s3(tmp_path: Path) -> None:
     sources = Sources()
     assert sources.size(str(tmp_path), "payload") == SIZE
     assert threading.active_count() == before
+
+
+def test_a_lock_ends_with_its_block_though_a_child_still_has_its_file(tmp_path: Path) -> None:
+    with locked(tmp_path / "lock") as held:
+        child = subprocess.Popen(["sleep", "60"], pass_fds=[held])
+    try:
+        with locked(tmp_path / "lock", 0):
+            pass
+    finally:
+        child.kill()
+        child.wait()
