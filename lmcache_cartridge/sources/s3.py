@@ -82,10 +82,7 @@ class S3Source:
     def upload(self, location: str, file: str, data: BinaryIO, progress: Callable[[int], None] | None = None) -> None:
         """Store an open file, a large one in parts. Blocks as long as it takes; `progress` gets bytes as they go."""
         with self._uploading(location, file) as (client, target):
-            from boto3.s3.transfer import TransferConfig
-
-            parts = TransferConfig(multipart_threshold=16 << 20, multipart_chunksize=16 << 20, max_concurrency=8)
-            client.upload_fileobj(data, target["Bucket"], target["Key"], Callback=progress, Config=parts)
+            client.upload_fileobj(data, target["Bucket"], target["Key"], Callback=progress)
 
     def swap(self, location: str, file: str, data: bytes, known: str | None) -> str | None:
         """Replace a small object whose revision is `known`, None for one that is not there, and return its new revision.
