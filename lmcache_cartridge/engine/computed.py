@@ -17,7 +17,8 @@ from ..artifact.canary import Asked, Expected, ServedCanary
 from ..artifact.model import DTYPE_BYTES, Fingerprint
 from ..errors import UnsupportedEngine
 from .client import ControlClient
-from .contract import CAPTURE, COMPUTED, SKIP_SAVE, TAG
+from .contract import CAPTURE, COMPUTED, GRANT, SKIP_SAVE, TAG
+from .salts import adapter_name
 
 _SAVE_S = 60.0
 """How long LMCache may take to save a chunk that is computed."""
@@ -54,16 +55,18 @@ async def answer(
 
 
 async def heads(
-    engine: Any, client: ControlClient, ids: list[int], name: str, model: Fingerprint, chunk_tokens: int
+    engine: Any, client: ControlClient, ids: list[int], name: str, model: Fingerprint, chunk_tokens: int, adapter: Any
 ) -> AsyncIterator[bytes]:
-    """Have the engine compute some tokens, alone under the salt `name`, and yield the KV of each chunk as an artefact has it.
+    """Have the engine compute some tokens, by a LoRA adapter or None, alone under the salt `name`, and yield the KV of each chunk as an artefact has it.
 
     Each chunk comes as soon as LMCache has saved it. Raises `UnsupportedEngine` where it does not.
     """
     # LMCache saves whole chunks: the last is filled up with tokens that no earlier one sees.
     whole = [*ids, *[ids[-1]] * (-len(ids) % chunk_tokens)]
     await client.ask("captured", name, [], 0)  # from now on it is kept
-    computing = asyncio.create_task(answer(engine, [*whole, ids[-1]], name, {CAPTURE: name}))
+    # By its own name alone, whatever the adapter: there is no other request of that name.
+    transfer = {CAPTURE: name, GRANT: {"must_inject": 0, "adapter": adapter_name(adapter)}}
+    computing = asyncio.create_task(answer(engine, [*whole, ids[-1]], name, transfer, adapter=adapter))
     size, deadline = model.head_size * DTYPE_BYTES[model.dtype], float("inf")
     try:
         for start in range(0, len(ids), chunk_tokens):
@@ -94,14 +97,14 @@ async def first_alone(ask: Callable[[Any], Awaitable[Any]], questions: Sequence[
     return [*first, *await asyncio.gather(*map(ask, questions[1:]))]
 
 
-async def canary(engine: Any, ids: list[int], salt: str, dtype: str) -> ServedCanary:
+async def canary(engine: Any, ids: list[int], salt: str, dtype: str, adapter: Any) -> ServedCanary:
     """Return what the engine answers behind tokens that it has just computed, and that vLLM may still have under a salt."""
 
     async def asked(share: float) -> Asked:
         start = max(0, int(share * (len(ids) - QUESTION)))
         question = ids[start : start + QUESTION]
         output = await answer(
-            engine, [*ids, *question], salt, {TAG: COMPUTED, SKIP_SAVE: True}, ANSWER, _TOP
+            engine, [*ids, *question], salt, {TAG: COMPUTED, SKIP_SAVE: True}, ANSWER, _TOP, adapter
         )  # fmt: skip
         found = output.outputs[0].logprobs
         logprobs = tuple(tuple(each.logprob for each in place.values()) for place in found)

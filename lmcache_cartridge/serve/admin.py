@@ -17,7 +17,7 @@ from ..errors import ArtifactError, CartridgeError, ManifestError, RegistryError
 from ..library.quarantine import Quarantine
 from ..library.registry import Registry, RegistryEntry
 from .chat import begun
-from .contexts import Context, Patched, Posted
+from .contexts import Context, Head, Patched, Posted
 from .http import current, error, tenants_of
 from .request import Reference, Refusal, without_paths
 
@@ -104,8 +104,9 @@ def add_routes(app: FastAPI, admission: Admission, drain: Drain) -> None:
         text, ids, chat = posted.document, posted.token_ids or [], None
         if [text, posted.messages, posted.token_ids].count(None) != 2:
             raise Refusal(400, "give one of `document`, `messages` and `token_ids`")
-        if await admission.adapters.of(posted.model) is not None:
-            raise Refusal(400, f"a context is of the base model; `build --lora` makes cartridges of {posted.model}")
+        adapter = await admission.adapters.of(posted.model)
+        if adapter is not None and adapter.digest is None:
+            raise Refusal(503 if adapter.is_loading else 422, adapter.problem, retry_after_s=1)
         tokenized = partial(host_api.tokenized, request)
         try:
             if posted.messages is not None:
@@ -115,7 +116,7 @@ def add_routes(app: FastAPI, admission: Admission, drain: Drain) -> None:
         except (ArtifactError, KeyError, TypeError) as error:
             raise Refusal(400, f"the text is not taken: {error}") from None
         current().tenants = tenants_of(posted.cache_salt, current().api_key)
-        shown = await one((await maker().post(ids, posted, current().tenants[0], chat)).id)
+        shown = await one((await maker().post(Head(ids, chat, adapter), posted, current().tenants[0])).id)
         return JSONResponse(shown, 200 if shown["digest"] else 202)
 
     @router.get("/{name}/files/{file}")

@@ -13,16 +13,19 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ..artifact.chat import MAX_MESSAGES
+from ..artifact.chat import MAX_MESSAGES, Chat
 from ..engine.trust import CONTEXT, private_places
 from ..errors import RegistryError
 from ..library.registry import Registry, RegistryEntry
 from ..settings import Settings
 from .http import current
+
+if TYPE_CHECKING:
+    from .adapters import Adapter
 
 logger = logging.getLogger("vllm.lmcache_cartridge.serve.contexts")
 
@@ -56,8 +59,28 @@ class Posted(Patched):
     chat_template_kwargs: dict[str, Any] = {}
     token_ids: list[int] | None = None
     model: str | None = None
-    """The base model's name, if any."""
+    """The name of a LoRA adapter that is to compute it, or the base model's, if any."""
     cache_salt: str | None = None
+
+
+class Head(NamedTuple):
+    """What a context is made of: the first tokens of prompts, as one model computes them."""
+
+    ids: list[int]
+    chat: Chat | None = None
+    """How a chat goes on that they begin."""
+    adapter: Adapter | None = None
+    """What computes them; None for the base model."""
+
+    @property
+    def lora(self) -> str | None:
+        """The digest of the adapter."""
+        return self.adapter and self.adapter.digest
+
+    @property
+    def apart(self) -> bytes:
+        """What tells it from others of the same tokens."""
+        return f"{self.chat or ''}{self.lora or ''}".encode()
 
 
 class Context(NamedTuple):
@@ -66,7 +89,7 @@ class Context(NamedTuple):
     id: str
     tenant: str
     key: str
-    """Digest of the tenant, the tokens and the chat that they begin."""
+    """Digest of the tenant and of what it is made of."""
     created_at: float
     expires_at: float
     """When it is removed. While it is made that is soon, and put off again and again."""

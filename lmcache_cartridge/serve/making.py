@@ -13,11 +13,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from blake3 import blake3
 from vllm.logger import init_logger
 
-from ..artifact.chat import Chat
 from ..artifact.manifest import Provenance, check_id
 from ..artifact.model import Fingerprint
 from ..artifact.reading import load_manifest
@@ -27,7 +27,7 @@ from ..engine.trust import CONTEXT
 from ..errors import ArtifactError, CartridgeError, CartridgeNotFound, SourceError, UnsupportedEngine
 from ..library.registry import Registry
 from ..sources.published import Library
-from .contexts import STATE, Context, Patched, Posted
+from .contexts import STATE, Context, Head, Patched, Posted
 from .marks import Mark
 from .metrics import requests
 from .request import Refusal
@@ -74,12 +74,12 @@ class Maker:
         self.table.create()
         await asyncio.to_thread(self.clear if self._library is None else self._library.registry.begin)
 
-    async def post(self, ids: list[int], posted: Posted, tenant: str, chat: Chat | None) -> Context:
-        """Have a context made of some tokens, maybe a chat's first ones, unless there is one, and wait a while.
+    async def post(self, head: Head, posted: Posted, tenant: str) -> Context:
+        """Have a context made unless there is one, and wait a while.
 
         Raises `Refusal` and `CartridgeError`.
         """
-        context, _ = await self._begun(ids, posted, tenant, chat)
+        context, _ = await self._begun(head, posted, tenant)
         if context.digest:
             return await asyncio.to_thread(self.patch, context, posted)
         if making := self._making.get(context.id):
@@ -87,23 +87,21 @@ class Maker:
             return making.result() if done else context
         return context
 
-    async def _begun(
-        self, ids: list[int], posted: Posted, tenant: str, chat: Chat | None = None
-    ) -> tuple[Context, bool]:
-        """Return the context of some tokens, and whether it was none and is made from now on. Raises as `post` does."""
+    async def _begun(self, head: Head, posted: Posted, tenant: str) -> tuple[Context, bool]:
+        """Return the context of a head, and whether it was none and is made from now on. Raises as `post` does."""
         try:
             self.check(posted)
-            context, is_new = await asyncio.to_thread(self._add, ids, posted, tenant, chat)
+            context, is_new = await asyncio.to_thread(self._add, head, posted, tenant)
         except (Refusal, CartridgeError):
             requests().count("contexts", "refused")
             raise
         if is_new:
-            self._making[context.id] = task = asyncio.create_task(self._make(context, ids, posted, chat))
+            self._making[context.id] = task = asyncio.create_task(self._make(context, head, posted))
             task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         return context, is_new
 
-    async def keep(self, ids: list[int], marks: Sequence[Mark], tenant: str) -> int:
-        """Have contexts made of what is marked of a prompt, or kept longer where there are; return how many tokens the longest
+    async def keep(self, head: Head, marks: Sequence[Mark], tenant: str) -> int:
+        """Have contexts made of what is marked of a head, or kept longer where there are; return how many tokens the longest
         has that is made from now on. What settings leave no room for is not made.
         """
         most = 0
@@ -111,19 +109,21 @@ class Maker:
             with suppress(Refusal, CartridgeError):
                 most_s = self._settings.contexts_ttl_s
                 posted = Posted(ttl=min(ttl_s * (_SPARE if self._library else 1), most_s), labels=None)
-                context, is_new = await self._begun(ids[: min(tokens, self._longest)], posted, tenant)
+                context, is_new = await self._begun(
+                    head._replace(ids=head.ids[: min(tokens, self._longest)]), posted, tenant
+                )
                 if is_new:
                     most = context.tokens
                 elif context.digest and context.expires_at < time.time() + min(ttl_s, most_s):
                     await asyncio.to_thread(self.patch, context, posted)
         return most
 
-    def longest(self, ids: list[int], tenant: str) -> Context | None:
-        """Return the longest context of a tenant that some tokens begin with, as far as it ends with a chunk. Blocks."""
+    def longest(self, head: Head, tenant: str) -> Context | None:
+        """Return the longest context of a tenant that a head begins with, as far as it ends with a chunk. Blocks."""
         digest, keys = blake3(tenant.encode()), []
-        for start in range(0, len(ids), self.chunk):
-            digest.update(np.array(ids[start : start + self.chunk], "<u4").tobytes())
-            keys.append(digest.hexdigest())
+        for start in range(0, len(head.ids), self.chunk):
+            digest.update(np.array(head.ids[start : start + self.chunk], "<u4").tobytes())
+            keys.append(digest.copy().update(head.apart).hexdigest())
         return next((Context(*row) for row in self._run(_LONGEST, json.dumps(keys), time.time())), None)
 
     def check(self, patched: Patched) -> None:
@@ -133,15 +133,16 @@ class Maker:
         if patched.ttl is not None and not 0 < patched.ttl <= self._settings.contexts_ttl_s:
             raise Refusal(400, f"ttl is above 0 seconds, {self._settings.contexts_ttl_s:g} at most")
 
-    def _add(self, ids: list[int], posted: Posted, tenant: str, chat: Chat | None) -> tuple[Context, bool]:
-        """Return the context of some tokens, and whether it is a new one. Raises `Refusal` and `CartridgeError`."""
+    def _add(self, head: Head, posted: Posted, tenant: str) -> tuple[Context, bool]:
+        """Return the context of a head, and whether it is a new one. Raises `Refusal` and `CartridgeError`."""
+        ids = head.ids
         if not 0 < len(ids) <= self._longest or not 0 <= min(ids) <= max(ids) < self._model.vocab_size:
             raise Refusal(
                 400,
                 f"a context has 1 to {self._longest} tokens, each below {self._model.vocab_size}; this has {len(ids)}",
             )
         now, name = time.time(), posted.id
-        key = blake3(tenant.encode() + np.array(ids, "<u4").tobytes() + str(chat or "").encode()).hexdigest()
+        key = blake3(tenant.encode() + np.array(ids, "<u4").tobytes() + head.apart).hexdigest()
         for there in map(Context._make, self._run(_LIVING, key, name, now)):
             if there.key != key or name not in (None, there.id):
                 raise Refusal(409, f"{there.id} is in use, or has this text; choose another id, or delete it first")
@@ -197,11 +198,11 @@ class Maker:
             self._run("UPDATE contexts SET expires_at = ? WHERE id = ?", context.expires_at, context.id)
         return context
 
-    async def _make(self, context: Context, ids: list[int], posted: Posted, chat: Chat | None) -> Context:
+    async def _make(self, context: Context, head: Head, posted: Posted) -> Context:
         """Make a context and return it; what was not made is soon removed. Raises `Refusal` and `CartridgeError`."""
         try:
             async with self._turn:
-                context = await self._written(context, ids, chat)
+                context = await self._written(context, head)
             context = await asyncio.to_thread(self._registered, context, posted)
             requests().count("contexts", "made")
             requests().context_seconds.observe(time.time() - context.created_at)
@@ -235,24 +236,27 @@ class Maker:
         # The same text again lies where it lay: workers look there for KV of its digest that they have just heard of.
         return self._settings.contexts_dir / context.key / "1"
 
-    async def _written(self, context: Context, ids: list[int], chat: Chat | None) -> Context:
-        """Have the engine compute some tokens, write what it has, and try that. Raises `CartridgeError` and `Refusal`."""
-        name, root, engine = uuid.uuid4().hex, self.root(context), self._engine
+    async def _written(self, context: Context, head: Head) -> Context:
+        """Have the engine compute a head, write what it has, and try that. Raises `CartridgeError` and `Refusal`."""
+        name, root, engine, ids = uuid.uuid4().hex, self.root(context), self._engine, head.ids
+        adapter, model = head.adapter and head.adapter.request, msgspec.structs.replace(self._model, lora=head.lora)
         with ArtifactWriter(
-            root, cartridge_id=context.id, version=1, kind="prefill", fingerprint=self._model, token_ids=np.array(ids),
-            chunk_tokens=self.chunk, chat=chat,
+            root, cartridge_id=context.id, version=1, kind="prefill", fingerprint=model, token_ids=np.array(ids),
+            chunk_tokens=self.chunk, chat=head.chat,
         ) as writer:  # fmt: skip
-            async for raw in heads(engine, self._admission.client, ids, name, self._model, self.chunk):
+            async for raw in heads(engine, self._admission.client, ids, name, model, self.chunk, adapter):
                 await asyncio.to_thread(writer.write, raw)
                 self._done[context.id] += self.chunk
             about = Provenance("POST /v1/cartridges", time.strftime("%FT%TZ", time.gmtime()))
-            served = await canary(engine, ids, name, self._model.dtype)
+            served = await canary(engine, ids, name, model.dtype, adapter)
             manifest = await asyncio.to_thread(writer.commit, about, served)
         # Workers may know of this KV, and look for it where another context of the text was until lately.
         await self._admission.client.ask("refresh")
-        selection = Selection((manifest,), ((str(root), str(root)),), tuple(ids), tuple(ids))
+        selection = Selection((manifest,), ((str(root), str(root)),), tuple(ids), tuple(ids), adapter=adapter)
         if (refusal := await self._admission.canaries.check(selection)) is not None:
             raise refusal
+        if adapter and await self._admission.adapters.of(adapter.lora_name) is not head.adapter:
+            raise Refusal(503, "the LoRA adapter was loaded again meanwhile", retry_after_s=1)
         return context._replace(digest=manifest.digest, bytes=manifest.payload_bytes, done=len(ids))
 
     def tidy(self) -> None:

@@ -23,6 +23,7 @@ from .adapters import Adapters
 from .admission import Admission
 from .chat import BEHIND, ChatRenderer
 from .claim import Claim, Computed, Grant
+from .contexts import Head
 from .marks import find
 from .metrics import Outcome, requests
 from .request import REQUIRED, Reference, Refusal, check_params
@@ -147,7 +148,7 @@ class CartridgeRenderer(Around):
         What is marked is kept once the engine answers. No request is refused for its marks.
         """
         exchange, params = http.current(), request.kv_transfer_params
-        exchange.keep = partial(maker.keep, [], [], "")
+        exchange.keep = partial(maker.keep, Head([]), [], "")
         if not exchange.marked or named is not None or [each.get("type") for each in engine_inputs] != ["token"]:
             return False
         (engine_input,) = engine_inputs
@@ -160,15 +161,16 @@ class CartridgeRenderer(Around):
 
         with requests().request() as outcome, suppress(Refusal, CartridgeError):
             check_request(request, COMPUTE)
-            if await self._admission.adapters.of(request.model) is not None:
+            adapter = await self._admission.adapters.of(request.model)
+            if adapter is not None and adapter.digest is None:
                 return False
             marks = await find(
                 self._inner.render_chat, request, exchange.marked, ids, maker.chunk, is_anthropic=is_anthropic
             )
             exchange.tenants = http.tenants_of(request.cache_salt, exchange.api_key)
-            exchange.keep = partial(maker.keep, ids, marks, exchange.tenants[0])
+            exchange.keep = partial(maker.keep, Head(ids, None, adapter), marks, exchange.tenants[0])
             end = marks[-1].tokens if marks else 0
-            found = await asyncio.to_thread(maker.longest, ids[:end], exchange.tenants[0])
+            found = await asyncio.to_thread(maker.longest, Head(ids[:end], None, adapter), exchange.tenants[0])
             if found is None:
                 return False
             selection = await self._admission.resolve([Reference(id=found.id, source="registry")])

@@ -14,9 +14,10 @@ import pytest
 from adapters import write_adapter
 from recall.ward import ask
 from serving import SERVER_ARGS, Reply, difference
+from templates import WARD
 from test_l2_saving import NOISE, Served, _build, _cut, _questions
 from waiting import until
-from wards import MODEL, Ward, patients, register, write_ward
+from wards import MODEL, Ward, content, patients, register, write_ward
 
 from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.make.model import CausalModel
@@ -42,10 +43,12 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         _build(adapted, settings, name, ward)
         register(adapted, settings, ward.ids[:256], name=f"short-{name}", kind="trained")
     shutil.copytree(home / "one", home / "changing")
+    (template := home / "template.jinja").write_text(WARD)
     modules = [f"{name}={home / name}" for name in ("one", "two")]
     launch = plan(
         MODEL, settings, mode=request.param, l1_bytes=128 << 20,
-        vllm_args=[*SERVER_ARGS, "--enable-lora", "--max-loras", "3", "--max-lora-rank", "8", "--lora-modules", *modules],
+        vllm_args=[*SERVER_ARGS, "--chat-template", str(template), "--enable-lora",
+                   "--max-loras", "3", "--max-lora-rank", "8", "--lora-modules", *modules],
     )  # fmt: skip
     environment = SMALL | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     with (
@@ -97,24 +100,52 @@ def test_a_trained_cartridge_is_its_adapters_too(served: Served) -> None:
         assert "made with" in _refused(served, model, ["short-one"])
 
 
-def test_a_context_is_the_base_models_and_refused_to_its_adapters(served: Served) -> None:
-    ids, route = _ward(served).ids[:768], "/v1/cartridges"
+def test_a_context_is_of_the_model_that_it_is_made_by_and_refused_to_others(served: Served) -> None:
+    ids, route, names = (
+        _ward(served).ids[:768],
+        "/v1/cartridges",
+        dict(zip(MODELS, ("of-base", "of-one", "of-two"), strict=True)),
+    )
+    for model, name in names.items():
+        body = {"token_ids": ids, "id": name, "model": model}
+        assert served.http.post(route, json=body).status_code in (200, 202)
+        until(lambda name=name: served.http.get(f"{route}/{name}").json()["state"] != "making")
+    for model, name in names.items():
+        for question, _ in _questions(_ward(served), 3):
+            reply = served.ask(question, name, model=model)
+            assert reply.cached_tokens == len(ids)
+            assert difference(reply, _computed(served, ids + question, model)) < NOISE
+        for other in MODELS.keys() - {model}:
+            assert "made with" in _refused(served, other, [name])
+    for name in names.values():
+        assert served.http.delete(f"{route}/{name}").status_code == 200
 
-    def post(**body: Any) -> httpx.Response:
-        return served.http.post(route, json={"token_ids": ids, "id": "context"} | body)
 
-    for model in ("one", "two"):
-        refused = post(model=model)
-        assert refused.status_code == 400 and f"`build --lora` makes cartridges of {model}" in refused.text
-    assert post(model=MODEL).status_code in (200, 202)
-    until(lambda: served.http.get(f"{route}/context").json()["state"] != "making")
-    for question, _ in _questions(_ward(served), 3):
-        reply = served.ask(question, "context", model=MODEL)
-        assert reply.cached_tokens == len(ids)
-        assert difference(reply, _computed(served, ids + question, MODEL)) < NOISE
-    for model in ("one", "two"):
-        assert "made with the base model" in _refused(served, model, ["context"])
-    assert served.http.delete(f"{route}/context").status_code == 200
+def test_what_is_marked_is_read_for_the_model_that_it_was_marked_for(served: Served) -> None:
+    route, ward, texts = "/v1/cartridges", _ward(served), []
+    names = {each["id"] for each in served.http.get(route).json()["data"]}
+
+    def asked(model: str, mark: dict[str, Any]) -> list[tuple[str, bool]]:
+        """Return what is said behind the sheet, and whether that was read."""
+        found = []
+        for fact in ward.facts[:4]:
+            said = [{"type": "text", "text": ward.document.text} | mark, {"type": "text", "text": content(fact)}]
+            body = {"model": model, "messages": [{"role": "user", "content": said}], "max_tokens": 24, "temperature": 0}
+            reply = served.http.post("/v1/chat/completions", json=body).raise_for_status()
+            found.append((reply.json()["choices"][0]["message"]["content"], "x-cartridges" in reply.headers))
+        return found
+
+    for number, model in enumerate(MODELS, 1):
+        plain = asked(model, {})
+        asked(model, {"cache_control": {"type": "ephemeral"}})
+        until(lambda number=number: len(served.http.get(route).json()["data"]) == len(names) + number)
+        read = asked(model, {"cache_control": {"type": "ephemeral"}})
+        assert [text for text, _ in read] == [text for text, _ in plain]
+        assert all(is_read for _, is_read in read) and not any(is_read for _, is_read in plain)
+        texts.append(plain)
+    assert texts[0] != texts[1] != texts[2] != texts[0], "the control: the adapters answer otherwise"
+    for each in served.http.get(route).json()["data"]:
+        assert each["id"] in names or served.http.delete(f"{route}/{each['id']}").status_code == 200
 
 
 def test_a_chain_is_of_one_adapter(served: Served) -> None:
