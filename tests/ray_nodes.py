@@ -14,16 +14,17 @@ os.environ |= {"RAY_health_check_timeout_ms": "120000", "RAY_worker_register_tim
 
 from ray.cluster_utils import Cluster  # noqa: E402
 
-MEMORY = {"object_store_memory": 100 << 20}
+NODE = {"object_store_memory": 100 << 20, "include_log_monitor": False}
+"""Nobody reads the logs of its workers."""
 
 
 def main() -> None:
     cluster = Cluster(
         initialize_head=True,
-        head_node_args={"num_cpus": 0, "include_dashboard": False, **MEMORY},
+        head_node_args={"num_cpus": 0, "include_dashboard": False, "no_monitor": True, **NODE},
         shutdown_at_exit=True,
     )
-    nodes = [cluster.add_node(num_cpus=1, **MEMORY) for _ in range(int(sys.argv[1]))]
+    nodes = [cluster.add_node(num_cpus=1, **NODE) for _ in range(int(sys.argv[1]))]
     print(cluster.address, flush=True)
     for _ in sys.stdin:
         cluster.remove_node(nodes.pop(0), allow_graceful=False)
