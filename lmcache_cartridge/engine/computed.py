@@ -57,15 +57,17 @@ async def answer(
 async def heads(
     engine: Any, client: ControlClient, ids: list[int], name: str, model: Fingerprint, chunk_tokens: int, adapter: Any
 ) -> AsyncIterator[bytes]:
-    """Have the engine compute some tokens, by a LoRA adapter or None, alone under the salt `name`, and yield the KV of each chunk as an artefact has it.
+    """Have the engine compute some tokens, with an `adapter` or None, alone under the salt `name`, and yield the KV of each chunk
+    as an artefact has it.
 
     Each chunk comes as soon as LMCache has saved it. Raises `UnsupportedEngine` where it does not.
     """
     # LMCache saves whole chunks: the last is filled up with tokens that no earlier one sees.
     whole = [*ids, *[ids[-1]] * (-len(ids) % chunk_tokens)]
     await client.ask("captured", name, [], 0)  # from now on it is kept
-    # By its own name alone, whatever the adapter: there is no other request of that name.
-    transfer = {CAPTURE: name, GRANT: {"must_inject": 0, "adapter": adapter_name(adapter)}}
+    transfer: dict[str, Any] = {CAPTURE: name}
+    if adapter is not None:  # whose KV is saved by the name alone then, as the base model's is
+        transfer[GRANT] = {"must_inject": 0, "adapter": adapter_name(adapter)}
     computing = asyncio.create_task(answer(engine, [*whole, ids[-1]], name, transfer, adapter=adapter))
     size, deadline = model.head_size * DTYPE_BYTES[model.dtype], float("inf")
     try:
