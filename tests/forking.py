@@ -1,8 +1,9 @@
 """Servers of tests, forked from a process that has imported vLLM, LMCache and ours: a start by command is imports for the most part.
 
 What is forked runs the same program with the same arguments and environment, and differs from a start by command in nothing but
-when modules were imported, and that the engine and its workers are forked in turn. A server whose environment changes what is
-imported is started as users start it, and so are all that commands start (`serve`, `demo`, those of the pages).
+when modules were imported and an eager engine's only compiled function compiled, and that the engine and its workers are forked
+in turn. A server whose environment changes what is imported is started as users start it, and so are all that commands start
+(`serve`, `demo`, those of the pages).
 """
 
 from __future__ import annotations
@@ -151,6 +152,7 @@ def main() -> None:
     type(platform).register_triton_kernel_overrides = classmethod(lambda _: None)
     for name in PRELOADED_LAST:
         importlib.import_module(name)
+    _compile()
     for final in weakref.finalize._registry:  # torch's own, which take longer at exit than the memory is worth
         final.atexit = False
     # No child looks for garbage in what is imported here.
@@ -181,6 +183,14 @@ def main() -> None:
         for kill in (os.kill, os.killpg):  # what was forked just now leads no group yet
             with suppress(ProcessLookupError):
                 kill(pid, signal.SIGKILL)
+
+
+def _compile() -> None:
+    """Compile what counts an engine's logprobs, for one row and for several: torch finds out first what the processor can."""
+    torch, logprobs = map(importlib.import_module, ("torch", "vllm.v1.sample.ops.logprobs"))
+    with torch.inference_mode():
+        for rows in (1, 2):
+            logprobs.batched_count_greater_than(torch.zeros(rows, 640), torch.zeros(rows, 1))
 
 
 def _status(pid: int) -> int | None:
