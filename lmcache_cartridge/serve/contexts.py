@@ -158,12 +158,16 @@ class Contexts:
         return {name: found for name, found in self.of(ids).items() if found.is_own}
 
     def seen(self, rows: list[RegistryEntry]) -> list[RegistryEntry]:
-        """Return what of registered cartridges the current request's tenant may know of."""
+        """Return what of registered cartridges the current request's tenant may know of, and no context that is still tried."""
         found = self.of([row.id for row in rows])
         return [
             row
             for row in rows
-            if (found[row.id].is_own if row.id in found else not row.location.startswith(self._private))
+            if (
+                found[row.id].is_own and found[row.id].digest
+                if row.id in found
+                else not row.location.startswith(self._private)
+            )
         ]
 
     def run(self, statement: str, *values: object) -> list[tuple[Any, ...]]:

@@ -223,9 +223,7 @@ class Maker:
     def _registered(self, context: Context, posted: Posted) -> Context:
         """Let others know of a context that is made, and return it. Raises as `patch` does, and `SourceError`."""
         root, context = self.root(context), context._replace(expires_at=time.time() + (posted.ttl or _LEASE_S))
-        if self._library is None:
-            self._registry.register(root)
-        else:
+        if self._library is not None:
             self._library.publish(root, label=context.label)
             shutil.rmtree(root.parent)
         self._run(_MADE, context.digest, context.bytes, context.expires_at, context.id)
@@ -250,8 +248,10 @@ class Maker:
             about = Provenance("POST /v1/cartridges", time.strftime("%FT%TZ", time.gmtime()))
             served = await canary(engine, ids, name, model.dtype, adapter)
             manifest = await asyncio.to_thread(writer.commit, about, served)
-        # Workers may know of this KV, and look for it where another context of the text was until lately.
-        await self._admission.client.ask("refresh")
+        if self._library is None:
+            await asyncio.to_thread(self._registry.register, root)
+            # Workers may know of this KV, and look for it where another context of the text was until lately.
+            await self._admission.client.ask("refresh")
         selection = Selection((manifest,), ((str(root), str(root)),), tuple(ids), tuple(ids), adapter=adapter)
         if (refusal := await self._admission.canaries.check(selection)) is not None:
             raise refusal
