@@ -266,10 +266,13 @@ def test_a_push_deletes_no_manifest_of_the_same_content(where: Where) -> None:
     root = made(where.tmp_path / "one")
     source = S3Source()
     deleted: list[str] = []
+    told: list[tuple[str, int, int]] = []
     source.delete = lambda location, file: deleted.append(file)  # type: ignore[method-assign]
     try:
         place = f"{where.location}/here"
-        transfer.push(root, place, source, force=False, progress=lambda *_: None)
+        transfer.push(root, place, source, force=False, progress=lambda *how_far: told.append(how_far))
+        size = (root / reading.PAYLOAD).stat().st_size
+        assert told[-1] == (reading.PAYLOAD, size, size)
         S3Source.delete(source, place, reading.PAYLOAD)
         assert transfer.push(root, place, source, force=False, progress=lambda *_: None).changed
         assert not deleted and source.size(place, reading.PAYLOAD)
