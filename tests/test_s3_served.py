@@ -8,7 +8,6 @@ import re
 import select
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -63,6 +62,10 @@ class Served(NamedTuple):
 
     def state(self, name: str) -> dict[str, Any]:
         return self.asker.http.get(f"/v1/cartridges/{name}").json()
+
+    def settle(self, name: str) -> None:
+        """Wait until nothing of it is being loaded."""
+        until(lambda: self.state(name)["state"] != "loading")
 
     def evict(self, name: str) -> None:
         assert self.asker.http.post(f"/v1/cartridges/{name}/evict").status_code == 200
@@ -121,10 +124,8 @@ def gate(served: Served) -> Iterator[Gate]:
     yield gate
     gate.open.set()
     served.proxy.always = None
-    deadline = time.monotonic() + 180
-    while any(served.state(name)["state"] == "loading" for name in KINDS):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    for name in KINDS:
+        served.settle(name)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -157,8 +158,7 @@ def test_a_cold_fetch_keeps_nobody_waiting_but_who_asked_for_it(served: Served, 
     served.proxy.always = gate
     with ThreadPoolExecutor(1) as pool:
         cold = pool.submit(served.ask, "trained")
-        while not gate.waiting:
-            time.sleep(0.01)
+        until(lambda: gate.waiting)
         assert all(served.right("hot") for _ in range(5))
         plain = served.asker.complete(ask(served.wards["doc"].facts[0], 0))
         assert plain.used is None
@@ -176,13 +176,9 @@ def test_a_document_at_the_head_of_a_plain_prompt_is_computed_while_it_is_fetche
     prompt = [*ward.ids, *CausalModel(MODEL).encode(" " + ask(ward.facts[0], 0), special=False)]
     reply = served.asker.complete(prompt, cache_salt="first")
     assert (reply.text.strip(), reply.cached_tokens) == (ward.facts[0].value, 0)
-    deadline = time.monotonic() + 180
-    while not gate.waiting:
-        assert time.monotonic() < deadline, "nothing is being fetched"
-        time.sleep(0.01)
+    until(lambda: gate.waiting)
     gate.open.set()
-    while served.state("doc")["state"] != "resident":
-        time.sleep(0.05)
+    until(lambda: served.state("doc")["state"] == "resident")
     _injected(served, prompt, ward.facts[0].value)
 
 
@@ -192,8 +188,7 @@ def test_who_waited_long_enough_is_told_to_come_back(served: Served, gate: Gate)
         served.ask("trained")
     assert (caught.value.status_code, caught.value.response.headers["retry-after"]) == (503, "5")
     gate.open.set()
-    while served.state("trained")["state"] == "loading":
-        time.sleep(0.05)
+    served.settle("trained")
     assert served.right("trained")
 
 
@@ -203,8 +198,7 @@ def test_preloading_answers_at_once_and_tells_how_far_it_is(served: Served, gate
     assert (reply.status_code, reply.json()["resident_chunks"]) == (202, 0)
     assert served.state("trained")["state"] == "loading"
     gate.open.set()
-    while served.state("trained")["state"] == "loading":
-        time.sleep(0.05)
+    served.settle("trained")
     assert served.state("trained")["state"] == "resident"
 
 
@@ -284,13 +278,15 @@ def _status(served: Served, location: str) -> int:
 
 def _injected(served: Served, prompt: list[int], answer: str) -> None:
     """Ask until a resident document is injected, which it is once the engine was tried; each answer must be right."""
-    deadline, cached = time.monotonic() + 180, 0
-    while not cached:
-        assert time.monotonic() < deadline, "it is computed for ever"
-        reply = served.asker.complete(prompt, cache_salt=f"{time.monotonic()}")
-        assert reply.text.strip() == answer
-        cached = reply.cached_tokens
-    assert cached == POSITIONS
+    replies: list[Answer] = []
+
+    def is_injected() -> int:
+        replies.append(served.asker.complete(prompt, cache_salt=f"{len(replies)}"))
+        assert replies[-1].text.strip() == answer
+        return replies[-1].cached_tokens
+
+    until(is_injected)
+    assert replies[-1].cached_tokens == POSITIONS
 
 
 def test_a_version_registered_while_serving_is_found_by_plain_prompts_too(
@@ -306,10 +302,7 @@ def test_a_version_registered_while_serving_is_found_by_plain_prompts_too(
     assert main(["import", f"s3://{served.bucket}/allowed/late", "--home", home]) == 0
     assert main(["label", "soon", "late", "--home", home]) == 0
     assert main(["label", "soon", "late@1", "--warm", "--home", home]) == 0
-    deadline = time.monotonic() + 180
-    while served.state("late")["state"] != "resident":
-        assert time.monotonic() < deadline, "a warm label was not followed"
-        time.sleep(0.05)
+    until(lambda: served.state("late")["state"] == "resident")  # as the warm label says
     prompt = [*ids, *model.encode(" " + ask(fact, 0), special=False)]
     _injected(served, prompt, fact.value)
     assert main(["label", "soon", "--remove", "--home", home]) == 0
@@ -317,8 +310,7 @@ def test_a_version_registered_while_serving_is_found_by_plain_prompts_too(
     assert served.asker.http.get("/v1/cartridges/late").status_code == 404
     with pytest.raises(openai.NotFoundError):
         served.asker.complete(ask(fact, 0), "late")
-    while served.asker.complete(prompt, cache_salt=f"{time.monotonic()}").cached_tokens:
-        assert time.monotonic() < deadline, "a removed cartridge is still found"
+    until(lambda: not served.asker.complete(prompt, cache_salt=f"{random.getrandbits(64)}").cached_tokens)
 
 
 def test_serving_wrote_to_no_registry_and_no_bucket(served: Served, s3_server: S3Server) -> None:
