@@ -47,10 +47,10 @@ class Around:
     """Something of vLLM's with methods of ours in the place of some of its own."""
 
     def __init__(self, inner: Any) -> None:
-        self._inner = inner
+        self.inner = inner
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
+        return getattr(self.inner, name)
 
 
 class Cached(int):

@@ -54,7 +54,7 @@ class Counted(host_api.Around):
 
     async def generate(self, prompt: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         """Generate. Each request has one output."""
-        async for output in self._inner.generate(prompt, *args, **kwargs):
+        async for output in self.inner.generate(prompt, *args, **kwargs):
             cached = output.num_cached_tokens or 0
             requests().count("own_tokens", "cached", cached)
             requests().count("own_tokens", "computed", len(prompt["prompt_token_ids"]) - cached)

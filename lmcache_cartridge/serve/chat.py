@@ -68,11 +68,11 @@ class ChatRenderer(Around):
 
     async def render_chat(self, request: Any, **kwargs: Any) -> Any:
         """Render a chat request. Raises `Refusal`, as all do here."""
-        return self._checked(await type(self._inner).render_chat(self, request, **kwargs))
+        return self._checked(await type(self.inner).render_chat(self, request, **kwargs))
 
     async def render_responses(self, request: Any, **kwargs: Any) -> Any:
         """Render a Responses request."""
-        return self._checked(await type(self._inner).render_responses(self, request, **kwargs))
+        return self._checked(await type(self.inner).render_responses(self, request, **kwargs))
 
     def _checked(self, result: Any) -> Any:
         if not self.rendered and not hasattr(result, "error"):
@@ -83,11 +83,11 @@ class ChatRenderer(Around):
         self, request: Any, messages: list[Any], *, default_template_kwargs: dict[str, Any] | None, **kwargs: Any
     ) -> Any:
         """Render messages; the engine's inputs have only what comes behind the cartridge's."""
-        conversation, inputs = await self._inner.preprocess_chat(
+        conversation, inputs = await self.inner.preprocess_chat(
             request, [*msgspec.to_builtins(list(self._chat.messages)), *messages],
             default_template_kwargs={**(default_template_kwargs or {}), **self._chat.arguments}, **kwargs,
         )  # fmt: skip
-        bos = getattr(self._inner.renderer.tokenizer, "bos_token_id", None)
+        bos = getattr(self.inner.renderer.tokenizer, "bos_token_id", None)
         for each in inputs:
             if each.get("type") == "token":
                 each["prompt_token_ids"] = behind(self._chat, each["prompt_token_ids"], bos)

@@ -69,10 +69,10 @@ class CartridgeRenderer(Around):
             selection = await self._select(request)
             if selection is not None and selection is not COMPUTE:
                 chat = selection.chat
-                inner = self._inner if chat is None else ChatRenderer(self._inner, chat)
+                inner = self.inner if chat is None else ChatRenderer(self.inner, chat)
                 render = partial(getattr(inner, how), request, **kwargs)
                 return await self._render_with(selection, render, request, inputs, outcome)
-        result = await getattr(self._inner, how)(request, **kwargs)
+        result = await getattr(self.inner, how)(request, **kwargs)
         engine_inputs = inputs(result) if not hasattr(result, "error") else ()
         if self._admission.maker and await self._read_marked(self._admission.maker, request, engine_inputs, selection):
             return result
@@ -165,7 +165,7 @@ class CartridgeRenderer(Around):
             if adapter is not None and adapter.digest is None:
                 return False
             marks = await find(
-                self._inner.render_chat, request, exchange.marked, ids, maker.chunk, is_anthropic=is_anthropic
+                self.inner.render_chat, request, exchange.marked, ids, maker.chunk, is_anthropic=is_anthropic
             )
             exchange.tenants = http.tenants_of(request.cache_salt, exchange.api_key)
             exchange.keep = partial(maker.keep, Head(ids, None, adapter), marks, exchange.tenants[0])
@@ -191,13 +191,13 @@ class CartridgeRenderer(Around):
         if engine_input.get("type") != "token":
             raise Refusal(422, "cartridges go with text prompts only")
         own = engine_input["prompt_token_ids"]
-        bos = getattr(self._inner.renderer.tokenizer, "bos_token_id", None)
+        bos = getattr(self.inner.renderer.tokenizer, "bos_token_id", None)
         is_behind = engine_input.pop(BEHIND, False)  # a template's own BOS of a later turn
         while (
             own and own[0] == bos and not is_behind
         ):  # /v1/responses renders two where the chat template has one (vLLM 0.32)
             own = own[1:]
-        limit = self._inner.model_config.max_model_len
+        limit = self.inner.model_config.max_model_len
         if not own:
             raise Refusal(400, "a prompt must have text beside its cartridges")
         if len(head) + len(own) >= limit:
@@ -236,7 +236,7 @@ class GuardedEngine(Around):
 
     async def add_lora(self, lora_request: LoRARequest) -> Any:
         """Load a LoRA adapter, and read what it is."""
-        return await self._adapters.load(self._inner.add_lora, lora_request)
+        return await self._adapters.load(self.inner.add_lora, lora_request)
 
     async def generate(self, prompt: Any, params: Any, request_id: str, **kwargs: Any) -> AsyncIterator[Any]:
         """Generate. Where the engine ends the request because its KV was lost, nothing was sampled from it.
@@ -252,7 +252,7 @@ class GuardedEngine(Around):
                     raise Refusal(503, _ADAPTER, retry_after_s=1)
             outputs: Any = self._generate_granted(transfer.claim, prompt, params, request_id, kwargs)
         elif isinstance(transfer, Computed):
-            outputs = self._inner.generate(prompt, params, request_id, **kwargs)
+            outputs = self.inner.generate(prompt, params, request_id, **kwargs)
         else:
             with _refusals_as_http(self._settings):
                 check_params(transfer)
@@ -279,7 +279,7 @@ class GuardedEngine(Around):
         # prompt the first may come before the last has begun.
         to_the_end = selection.must_inject > 0 or (getattr(params, "n", 1) or 1) > 1
         try:
-            async with aclosing(self._inner.generate(prompt, params, request_id, **kwargs)) as outputs:
+            async with aclosing(self.inner.generate(prompt, params, request_id, **kwargs)) as outputs:
                 async for output in outputs:
                     if gone := _lost(output):
                         if not begun or selection.must_inject or not begun.isdisjoint(gone):
@@ -321,7 +321,7 @@ class GuardedEngine(Around):
         begun = False
         prompt = apart(prompt, stamp := self._withdrawals.stamp())
         is_told = stamp is not None and kwargs.get("lora_request") is None
-        async with aclosing(self._inner.generate(prompt, params, request_id, **kwargs)) as outputs:
+        async with aclosing(self.inner.generate(prompt, params, request_id, **kwargs)) as outputs:
             async for output in outputs:
                 is_lost = not begun and _lost(output) and isinstance(prompt, dict)
                 if not begun:
@@ -354,14 +354,14 @@ class GuardedEngine(Around):
         plain = params.clone()
         plain.extra_args = (params.extra_args or {}) | {"kv_transfer_params": own | {TAG: COMPUTED}}
         if not only:
-            async for output in self._inner.generate(prompt, plain, f"{request_id}-document", **kwargs):
+            async for output in self.inner.generate(prompt, plain, f"{request_id}-document", **kwargs):
                 yield output
         for index in only:
             alone = plain.clone()
             alone.n = 1
             if plain.seed is not None:
                 alone.seed = plain.seed + index  # as vLLM gives each of several answers its own
-            async for output in self._inner.generate(prompt, alone, f"{request_id}-document-{index}", **kwargs):
+            async for output in self.inner.generate(prompt, alone, f"{request_id}-document-{index}", **kwargs):
                 for answer in output.outputs:
                     answer.index = index
                 yield output
