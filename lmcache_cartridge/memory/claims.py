@@ -25,14 +25,15 @@ class Claim:
         refusal: Callable[[], Readiness | None],
         clock: Callable[[], float],
     ) -> None:
-        """Begin nothing before the first `poll`: `opening` yields None while there is something to read, and in the end the
-        hold, or why there will be none. `refusal` tells why a hold has become useless, None while it has not.
+        """Start opening: `opening` yields None while there is something to read, and in the end the hold, or why there
+        will be none. `refusal` tells why a hold has become useless, None while it has not.
         """
         self.tag, self.started_at, self.closed = tag, clock(), False
         self._opening, self._refusal, self._clock = opening, refusal, clock
         self._opened: Reservation | Readiness | None = None
         self._resident_before: int | None = None
         self._lock = threading.Lock()
+        self._open()
 
     def poll(self) -> Readiness:
         """Start loading what is missing, as far as memory allows, and return how far it is. Does not wait."""

@@ -66,7 +66,8 @@ class ChunkSource:
         raise NotImplementedError
 
     def put(self, piece: Piece, data: torch.Tensor, out: torch.Tensor) -> None:
-        """Fill the part of `out`, made by `room`, that a piece is; of pieces that are read elsewhere than into it."""
+        """Fill the part of `out`, made by `room`, that a piece is."""
+        out.copy_(data)
 
     def room(self, slot: torch.Tensor) -> torch.Tensor:
         """Return the memory to put a chunk's pieces into; quick."""
