@@ -8,6 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..artifact.chat import Chat
 from ..artifact.weights import CONFIG, WEIGHTS, adapter_digest, model_directory
 from ..errors import UnsupportedModel
 from .request import Refusal
@@ -29,6 +30,26 @@ class Adapter(NamedTuple):
     """What its files looked like when they were loaded."""
     is_loading: bool = False
     """Whether that has yet to be found out."""
+
+
+class Head(NamedTuple):
+    """What a context is made of: the first tokens of prompts, as one model computes them."""
+
+    ids: list[int]
+    chat: Chat | None = None
+    """How a chat goes on that they begin."""
+    adapter: Adapter | None = None
+    """What computes them; None for the base model."""
+
+    @property
+    def lora(self) -> str | None:
+        """The digest of the adapter."""
+        return self.adapter and self.adapter.digest
+
+    @property
+    def apart(self) -> bytes:
+        """What tells it from others of the same tokens."""
+        return f"{self.chat or ''}{self.lora or ''}".encode()
 
 
 _Load = Callable[["LoRARequest"], Awaitable[Any]]

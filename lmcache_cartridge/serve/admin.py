@@ -16,8 +16,9 @@ from ..engine import host_api
 from ..errors import ArtifactError, CartridgeError, ManifestError, RegistryError
 from ..library.quarantine import Quarantine
 from ..library.registry import Registry, RegistryEntry
+from .adapters import Head
 from .chat import begun
-from .contexts import Context, Head, Patched, Posted
+from .contexts import Context, Patched, Posted
 from .http import current, error, tenants_of
 from .request import Reference, Refusal, without_paths
 

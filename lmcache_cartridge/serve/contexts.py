@@ -13,19 +13,16 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ..artifact.chat import MAX_MESSAGES, Chat
+from ..artifact.chat import MAX_MESSAGES
 from ..engine.trust import CONTEXT, private_places
 from ..errors import RegistryError
 from ..library.registry import Registry, RegistryEntry
 from ..settings import Settings
 from .http import current
-
-if TYPE_CHECKING:
-    from .adapters import Adapter
 
 logger = logging.getLogger("vllm.lmcache_cartridge.serve.contexts")
 
@@ -61,26 +58,6 @@ class Posted(Patched):
     model: str | None = None
     """The name of a LoRA adapter that is to compute it, or the base model's, if any."""
     cache_salt: str | None = None
-
-
-class Head(NamedTuple):
-    """What a context is made of: the first tokens of prompts, as one model computes them."""
-
-    ids: list[int]
-    chat: Chat | None = None
-    """How a chat goes on that they begin."""
-    adapter: Adapter | None = None
-    """What computes them; None for the base model."""
-
-    @property
-    def lora(self) -> str | None:
-        """The digest of the adapter."""
-        return self.adapter and self.adapter.digest
-
-    @property
-    def apart(self) -> bytes:
-        """What tells it from others of the same tokens."""
-        return f"{self.chat or ''}{self.lora or ''}".encode()
 
 
 class Context(NamedTuple):

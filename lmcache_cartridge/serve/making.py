@@ -27,7 +27,8 @@ from ..engine.trust import CONTEXT
 from ..errors import ArtifactError, CartridgeError, CartridgeNotFound, SourceError, UnsupportedEngine
 from ..library.registry import Registry
 from ..sources.published import Library
-from .contexts import STATE, Context, Head, Patched, Posted
+from .adapters import Head
+from .contexts import STATE, Context, Patched, Posted
 from .marks import Mark
 from .metrics import requests
 from .request import Refusal

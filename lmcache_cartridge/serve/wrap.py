@@ -19,11 +19,10 @@ from ..engine.withdrawals import Withdrawals, apart
 from ..errors import CartridgeError
 from ..settings import Settings
 from . import http
-from .adapters import Adapters
+from .adapters import Adapters, Head
 from .admission import Admission
 from .chat import BEHIND, ChatRenderer
 from .claim import Claim, Computed, Grant
-from .contexts import Head
 from .marks import find
 from .metrics import Outcome, requests
 from .request import REQUIRED, Reference, Refusal, check_params
