@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -111,8 +112,9 @@ def test_states_tell_the_quarantined_from_the_refused(watched: Watched, url: str
 
 
 def test_why_the_registry_cannot_be_read_is_answered_and_logged(
-    watched: Watched, url: str, caplog: pytest.LogCaptureFixture
+    watched: Watched, url: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)  # which vLLM switches off
     path = watched.settings.registry_path
     path.write_bytes(b"no database" * 1000)
     for query in ("", "/a"):

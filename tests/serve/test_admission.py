@@ -66,10 +66,13 @@ def serve(home: Home, store: CartridgeStore) -> Iterator[Callable[..., Admission
     threading.Thread(target=server.close).start()
 
 
-def test_ranks_that_share_a_store_are_asked_once() -> None:
+def test_ranks_that_share_a_store_are_asked_once(tmp_path: Path) -> None:
     """As those of latent attention do in multiprocess mode, whose workers all name the one adapter's socket."""
-    engine = SimpleNamespace(collective_rpc=partial(_answer, ["/run/one", "/run/one", "/run/other"]))
-    assert _run(control_paths(engine)) == ["/run/one", "/run/other"]
+    one, other = (str(tmp_path / name) for name in ("one", "other"))
+    for path in (one, other):
+        Path(path).touch()
+    engine = SimpleNamespace(collective_rpc=partial(_answer, [one, one, other]))
+    assert _run(control_paths(engine)) == [one, other]
 
 
 async def _answer(answer: Any, method: str) -> Any:

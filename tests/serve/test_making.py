@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import sqlite3
 from contextlib import closing
@@ -59,8 +60,9 @@ def test_of_a_context_that_is_not_changed_wholly_the_rest_stays(settings: Settin
 
 
 def test_a_home_of_another_release_is_served_without_its_contexts(
-    settings: Settings, caplog: pytest.LogCaptureFixture
+    settings: Settings, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)  # which vLLM switches off
     maker = maker_of(settings)
     root = maker.root(kept(settings, maker, "old"))
     make_artifact(settings.cartridges_dir / "ours" / "1", cartridge_id="ours", positions=32)
