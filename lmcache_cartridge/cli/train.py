@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from contextlib import ExitStack
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -113,8 +112,6 @@ def train(
         set
     )
     values["compress"], values["positions"] = length(compress)
-    if missing := [name for name in ("torch", "transformers", "peft") if find_spec(name) is None]:
-        raise CartridgeError(f"training needs {', '.join(missing)}; install lmcache-cartridge[train]")
     with working("load torch"):
         from msgspec import to_builtins
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tarfile
 from importlib import metadata
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -134,12 +135,14 @@ def asked(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return home / "file.json"
 
 
-@pytest.mark.parametrize("missing", ["torch", "transformers"])
-@pytest.mark.parametrize(
-    "command",
-    ["build --model m --document {0} --id a", "import {0} --model m --id a", "demo",
-     "evaluate a --questions {0} --model m"],
+TRAIN = "train --model m --document {0} --id a --compress 4x --questions {0}"
+COMMANDS = (
+    "build --model m --document {0} --id a", "import {0} --model m --id a", "demo",
+    "evaluate a --questions {0} --model m", TRAIN,
 )  # fmt: skip
+
+
+@pytest.mark.parametrize(("command", "missing"), [*product(COMMANDS, ("torch", "transformers")), (TRAIN, "peft")])
 def test_a_library_that_lacks_is_one_line_and_what_to_install(
     command: str, missing: str, asked: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -21,7 +21,6 @@ from recall.ward import write_document
 from lmcache_cartridge import __version__
 from lmcache_cartridge.artifact import reading
 from lmcache_cartridge.artifact.manifest import Provenance
-from lmcache_cartridge.cli import train as training
 from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.errors import ArtifactError, CartridgeError, TrainingDiverged, UnsupportedModel
 from lmcache_cartridge.library.registry import Registry
@@ -174,25 +173,6 @@ def test_the_rate_warms_up_and_then_falls_or_stays() -> None:
 
 
 # It goes on, and it stops.
-
-
-def test_an_interrupted_run_goes_on_to_the_same_losses_and_the_same_kv(made: School, tmp_path: Path) -> None:
-    def interrupt(step: int, loss: float) -> None:
-        if step == 7:
-            raise KeyboardInterrupt
-
-    recipe = replace(RECIPE, steps=12, check_every=4)
-    whole, cut, resumed = (_trainer(made, recipe=recipe) for _ in range(3))
-    expected = whole.run()
-    with pytest.raises(KeyboardInterrupt):
-        cut.run(tmp_path, interrupt)
-    steps: list[int] = []
-    result = resumed.run(tmp_path, lambda step, loss: steps.append(step))
-    assert steps[0] == 5, "from the checkpoint at 4"
-    assert resumed.rows == whole.rows
-    assert torch.equal(resumed.kv(), whole.kv())
-    assert torch.equal(result.kv, expected.kv)
-    assert [json.loads(line) for line in (tmp_path / LOSS).read_text().splitlines()] == resumed.rows
 
 
 def test_a_checkpoint_of_another_recipe_is_not_gone_on_from(made: School, tmp_path: Path) -> None:
@@ -636,14 +616,6 @@ def test_no_question_that_measures_it_has_any_part_in_the_cartridge(train: _Cli,
         assert not (chosen & choosing or asked & (chosen | choosing))
     assert digests[0] == digests[1]
     assert kept <= 0.2, "but they were asked"
-
-
-@pytest.mark.parametrize("missing", ["torch", "transformers", "peft"])
-def test_a_missing_package_is_one_line(train: _Cli, monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
-    find = training.find_spec
-    monkeypatch.setattr(training, "find_spec", lambda name: None if name == missing else find(name))
-    status, _, err = train()
-    assert (status, err) == (1, f"lmcache-cartridge: training needs {missing}; install lmcache-cartridge[train]\n")
 
 
 def test_an_interrupted_command_goes_on_says_how_and_ends_as_if_it_had_not_been(
