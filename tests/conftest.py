@@ -13,6 +13,7 @@ from pathlib import Path
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
+from commands import cli  # noqa: F401
 from forking import Parent, substitute
 from homes import clock, home, opened  # noqa: F401
 from s3 import bucket, descriptions, moto_server, proxy, s3_credentials, s3_kind, s3_server  # noqa: F401

@@ -14,10 +14,12 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 import torch
+from commands import Cli
+from families import FAMILIES as TRICKY
+from families import make_model
 from making import make_artifact
 from transformers import (
     AutoModelForCausalLM,
-    Llama4TextConfig,
     LlamaConfig,
     MixtralConfig,
     PhiConfig,
@@ -29,7 +31,6 @@ from transformers import (
 from lmcache_cartridge.artifact.canary import FLOOR, NOISES, Asked, Comparison, Expected, ServedCanary, compare
 from lmcache_cartridge.artifact.manifest import decode
 from lmcache_cartridge.artifact.reading import MANIFEST
-from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.cli.recall import MODEL_DIR, load_sheet
 from lmcache_cartridge.errors import ManifestError
 from lmcache_cartridge.library.registry import Registry
@@ -292,15 +293,14 @@ def test_a_canary_is_no_part_of_the_digest(tmp_path: Path) -> None:
     assert decode(with_canary.encode(), "here") == with_canary
 
 
-def test_describe_says_whether_there_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_describe_says_whether_there_is_one(tmp_path: Path, cli: Cli) -> None:
     found = []
     for name, canary in (("old", None), ("new", CANARY)):
         root = tmp_path / name
         plain = make_artifact(root, positions=40, cartridge_id=name).manifest
         (root / MANIFEST).write_bytes(msgspec.structs.replace(plain, canary=canary).encode())
-        Registry(tmp_path / "registry.sqlite").register(root)
-        assert main(["show", name, "--home", str(tmp_path), "--format", "json"]) == 0
-        found.append(json.loads(capsys.readouterr().out)["canary"])
+        Registry(cli.home / "registry.sqlite").register(root)
+        found.append(cli.json("show", name)["canary"])
     assert found[0].startswith("none")
     assert found[1] == {"questions": 1, "in_a_chain": 0, "sensitivity": 2.0}
 
@@ -331,13 +331,7 @@ def test_a_canary_that_cannot_be_asked_is_refused(tmp_path: Path, change: dict) 
 
 def test_a_router_that_answers_two_things_is_rounded_too(tmp_path: Path) -> None:
     """Llama 4's is a matrix product by inheritance, and returns its scores and its logits."""
-    config = Llama4TextConfig(
-        **_SIZE, head_dim=16, intermediate_size_mlp=128, num_local_experts=2, num_experts_per_tok=1
-    )
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(Path(MODEL_DIR) / file, tmp_path / file)
-    model, ids = CausalModel(str(tmp_path)), list(range(5, 25))
+    model, ids = CausalModel(str(make_model(tmp_path, TRICKY["llama4"]()))), list(range(5, 25))
     exact = model.logits(ids, 1)
     with make_canary.rounding(model) as again:
         again(1, 1.0)

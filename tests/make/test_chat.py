@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 from blocks import quietly
+from commands import Cli
 from making import VOCABULARY, make_artifact
 from templates import CHATML, COUNTING, DATED, HEADERS, INSIDE, LAST, LOUD, PAIRS, SPECIAL, WARD
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -20,16 +21,13 @@ from transformers import PreTrainedTokenizerFast
 from lmcache_cartridge.artifact import reading
 from lmcache_cartridge.artifact.chat import Chat, Message
 from lmcache_cartridge.artifact.manifest import decode
-from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.cli.recall import MODEL_DIR, SHEETS_DIR
 from lmcache_cartridge.errors import ArtifactError, ManifestError
-from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make.chat import question_ids, read_chat, render
 from lmcache_cartridge.make.document import read_ids
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.serve.chat import STAND_IN, begun
 from lmcache_cartridge.serve.request import Refusal
-from lmcache_cartridge.settings import from_mapping
 
 with quietly():
     from lmcache_cartridge.serve.offline import ids_behind
@@ -255,46 +253,38 @@ def test_messages_that_are_not_text_are_refused(tokenizer: Any, tmp_path: Path, 
 # The command.
 
 
-def _build(home: Path, *options: str) -> int:
-    given = ["build", "--home", str(home), "--model", str(MODEL_DIR), "--id", "a", *options]
-    return main([*given, "--document", str(SHEETS_DIR / "ward-a.txt")] if "--messages" not in options else given)
+def _build(cli: Cli, *options: object) -> None:
+    document = [] if "--messages" in options else ["--document", SHEETS_DIR / "ward-a.txt"]
+    cli.json("build", "--model", MODEL_DIR, "--id", "a", *document, *options)
 
 
-def test_a_document_is_built_as_the_system_message_and_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_document_is_built_as_the_system_message_and_says_so(tmp_path: Path, cli: Cli) -> None:
     (tmp_path / "t.jinja").write_text(WARD)
-    assert _build(tmp_path, "--chat", "system", "--chat-template", str(tmp_path / "t.jinja")) == 0
-    assert main(["build", "--from", "a", "--payload", "int8", "--id", "b", "--home", str(tmp_path)]) == 0
-    of_a = ["build", "--from", "a", "--id", "c", "--model", str(MODEL_DIR), "--compact", "4x", "--home", str(tmp_path)]
-    assert main(of_a) != 0
-    assert "is of a chat" in capsys.readouterr().err
-    registry = Registry(from_mapping({"home": tmp_path}).registry_path)
-    plain, smaller = (
-        reading.load_manifest(Path(registry.find(name).location), registry.find(name).digest) for name in "ab"
-    )
+    _build(cli, "--chat", "system", "--chat-template", tmp_path / "t.jinja")
+    cli.json("build", "--from", "a", "--payload", "int8", "--id", "b")
+    of_a = cli.refused("build", "--from", "a", "--id", "c", "--model", MODEL_DIR, "--compact", "4x")
+    assert "is of a chat" in of_a
+    (plain, root), (smaller, _) = map(cli.artefact, "ab")
     tokenizer = CausalModel(str(MODEL_DIR)).tokenizer
     tokenizer.chat_template = WARD
     whole = _rendered(tokenizer, [{"role": "system", "content": SHEET}, *_turns(["blood of Tehor?"])])
     assert plain.chat is not None and plain.chat == smaller.chat
     behind = plain.chat.behind(_rendered(tokenizer, [*plain.chat.messages, Message("user", "blood of Tehor?")]))
-    ids = reading.load_token_ids(plain, Path(registry.find("a").location)).tolist()
+    ids = reading.load_token_ids(plain, root).tolist()
     assert behind is not None and [*ids, *behind] == whole
     assert plain.provenance.canary is not None and plain.provenance.canary.top1_equal and plain.canary is not None
 
 
-def test_messages_and_ids_are_built_too(model: CausalModel, tmp_path: Path) -> None:
+def test_messages_and_ids_are_built_too(model: CausalModel, tmp_path: Path, cli: Cli) -> None:
     messages = _turns(["blood of Tehor?", "A+"])
     messages.insert(0, {"role": "system", "content": SHEET[:1500]})
     (tmp_path / "m.json").write_text(json.dumps(messages))
-    assert _build(tmp_path, "--messages", str(tmp_path / "m.json")) == 0
+    _build(cli, "--messages", tmp_path / "m.json")
     ids = _rendered(model.tokenizer, messages, add_generation_prompt=False)
     (tmp_path / "ids.json").write_text(json.dumps(ids))
-    assert _build(tmp_path, "--token-ids", str(tmp_path / "ids.json")) == 0
-    registry = Registry(from_mapping({"home": tmp_path}).registry_path)
-    roots = [Path(registry.find(name).location) for name in ("a@1", "a@2")]
-    chat, plain = (reading.load_manifest(root) for root in roots)
-    assert reading.load_token_ids(chat, roots[0]).tolist() == reading.load_token_ids(plain, roots[1]).tolist() == ids
+    _build(cli, "--token-ids", tmp_path / "ids.json")
+    (chat, _), (plain, _) = made = [cli.artefact(name) for name in ("a@1", "a@2")]
+    assert [reading.load_token_ids(*each).tolist() for each in made] == [ids, ids]
     assert [m.role for m in chat.chat.messages] == ["system", "user", "assistant"] and plain.chat is None
     assert (chat.provenance.document, plain.provenance.document) == ("m.json", "ward-a.txt")
     assert chat.digest != plain.digest, "requests go on with them otherwise"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -11,15 +10,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from commands import Cli
 from lessons import MODEL, TRAINED, UNSEEN, write_questions
 from msgspec import structs
 from recall.ward import Document, Fact, write_document
 
-from lmcache_cartridge.artifact import reading
 from lmcache_cartridge.artifact.manifest import Manifest
-from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.errors import ArtifactError, CanaryFailed, ModelMismatch, UnsupportedModel
-from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make.compact import closed, job, references
 from lmcache_cartridge.make.compact.closed import attended, compacted, rerotated
 from lmcache_cartridge.make.compact.groups import groups
@@ -290,68 +287,52 @@ def test_the_teacher_holds_no_more_copies_of_the_document_than_its_bound(
     assert torch.allclose(found.log_probs, expected.log_probs, atol=1e-3)
 
 
-def test_what_keeps_too_little_is_not_registered_unless_it_is_accepted(
-    home: Home, capsys: pytest.CaptureFixture[str]
-) -> None:
-    document = ("--document", str(home.directory / "sheet.txt"), "--chunk-size", "16")
-    argv = ("build", *document, "--id", "s", "--compact", "32x", "--refine", "0", "--questions",
-            str(home.directory / "questions.jsonl"))  # fmt: skip
-    assert main([*argv, "--model", MODEL, "--home", str(home.directory)]) == 1
-    said = capsys.readouterr().err
-    assert "nothing is registered: it answers " in said and "--accept 0." in said
-    assert not (home.directory / "cartridges" / "s").exists()
-    assert main(["list", "--home", str(home.directory), "--format", "json"]) == 0
-    assert '"s' not in capsys.readouterr().out
-    shown = home.run(capsys, *argv, "--accept", "0.1")
-    assert 0.1 <= shown["measured"]["kept"] < 0.8
-    assert home.read("s")[0].provenance.compaction.measured.kept == shown["measured"]["kept"]
-
-
-def test_a_model_in_its_own_dtype_refines_too(home: Home, capsys: pytest.CaptureFixture[str]) -> None:
-    """Whether the steps answer more is another matter, which goes by how a processor rounds bfloat16."""
-    document = ("--document", str(home.directory / "sheet.txt"), "--chunk-size", "16", "--accept", "0")
-    questions = ("--questions", str(home.directory / "questions.jsonl"))
-    command = ("build", *document, "--id", "s", "--compact", "32x", "--refine", "3", *questions)
-    assert main([*command, "--model", MODEL, "--home", str(home.directory)]) == 0
-    assert "validation questions refined" in capsys.readouterr().err
-    assert home.read("s")[0].provenance.compaction.refine in (0, 3)
-
-
-# The command line.
-
-
 class Home(NamedTuple):
-    """A home directory with the sheet."""
+    """A home, and what says that the sheet is to be compacted in it."""
 
-    directory: Path
-
-    def run(self, capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
-        assert main([*argv, "--model", MODEL, "--home", str(self.directory), "--format", "json"]) == 0
-        return json.loads(capsys.readouterr().out)
+    cli: Cli
+    document: tuple[object, ...]
+    asked: tuple[object, ...]
 
     def read(self, name: str) -> tuple[Manifest, torch.Tensor]:
-        root = Path(Registry(self.directory / "registry.sqlite").find(name).location)
-        manifest = reading.load_manifest(root)
+        manifest, root = self.cli.artefact(name)
         return manifest, read_kv(manifest, root).float()
 
 
 @pytest.fixture
-def home(sheet: Sheet, tmp_path: Path) -> Home:
+def home(sheet: Sheet, tmp_path: Path, cli: Cli) -> Home:
     (tmp_path / "sheet.txt").write_text(sheet.document.text)
-    write_questions(tmp_path / "questions.jsonl", sheet.document)
-    return Home(tmp_path)
+    questions = write_questions(tmp_path / "questions.jsonl", sheet.document)
+    document = ("--model", MODEL, "--document", tmp_path / "sheet.txt", "--chunk-size")
+    return Home(cli, document, ("--questions", questions))
 
 
-def test_build_compact_and_compact_of_what_was_built_are_the_same_but_for_rounding(
-    sheet: Sheet, home: Home, capsys: pytest.CaptureFixture[str]
-) -> None:
-    document = ("--document", str(home.directory / "sheet.txt"), "--chunk-size", "64")
-    how = ("--questions", str(home.directory / "questions.jsonl"), *SINGLE)
-    home.run(capsys, "build", *document, "--id", "whole", *SINGLE)
-    shown = home.run(capsys, "build", *document, "--id", "at-once", "--compact", "4x", *how)
+def test_what_keeps_too_little_is_not_registered_unless_it_is_accepted(home: Home) -> None:
+    argv = ("build", *home.document, 16, "--id", "s", "--compact", "32x", "--refine", 0, *home.asked)
+    said = home.cli.refused(*argv)
+    assert "nothing is registered: it answers " in said and "--accept 0." in said
+    assert not (home.cli.home / "cartridges" / "s").exists()
+    assert home.cli.json("list") == []
+    shown = home.cli.json(*argv, "--accept", 0.1)
+    assert 0.1 <= shown["measured"]["kept"] < 0.8
+    assert home.read("s")[0].provenance.compaction.measured.kept == shown["measured"]["kept"]
+
+
+def test_a_model_in_its_own_dtype_refines_too(home: Home) -> None:
+    """Whether the steps answer more is another matter, which goes by how a processor rounds bfloat16."""
+    how = ("--compact", "32x", "--refine", 3, "--accept", 0, *home.asked)
+    ran = home.cli("build", *home.document, 16, "--id", "s", *how)
+    assert ran.status == 0 and "validation questions refined" in ran.err
+    assert home.read("s")[0].provenance.compaction.refine in (0, 3)
+
+
+def test_build_compact_and_compact_of_what_was_built_are_the_same_but_for_rounding(sheet: Sheet, home: Home) -> None:
+    cli, how = home.cli, ("--refine", 0, *home.asked, *SINGLE)
+    cli.json("build", *home.document, 64, "--id", "whole", *SINGLE)
+    shown = cli.json("build", *home.document, 64, "--id", "at-once", "--compact", "4x", *how)
     assert shown["positions"] == P4 and shown["measured"]["count"] == len(sheet.questions) // 10
-    later = ("--id", "later", "--compact", str(P4), "--payload", "int8")
-    home.run(capsys, "build", "--from", "whole", *later, *how)
+    later = ("--id", "later", "--compact", P4, "--payload", "int8")
+    cli.json("build", "--from", "whole", "--model", MODEL, *later, *how)
     for name, tool in (("at-once", "build"), ("later", "compact")):
         manifest, kv = home.read(name)
         about = manifest.provenance.compaction
@@ -361,22 +342,18 @@ def test_build_compact_and_compact_of_what_was_built_are_the_same_but_for_roundi
         assert sheet.exact(kv) >= 0.97, name
     assert home.read("later")[0].payload_bytes < 0.35 * home.read("at-once")[0].payload_bytes
     assert home.read("later")[0].provenance.origin is not None
-    again = ("build", "--from", "later", "--model", MODEL, "--id", "t", "--compact", "8x")
-    assert main([*again, "--home", str(home.directory)]) == 1
-    assert "only a prefill cartridge" in capsys.readouterr().err
+    again = cli.refused("build", "--from", "later", "--model", MODEL, "--id", "t", "--compact", "8x")
+    assert "only a prefill cartridge" in again
 
 
-def test_that_start_is_refined_and_trained_at_a_rate_of_its_own(
-    sheet: Sheet, home: Home, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_that_start_is_refined_and_trained_at_a_rate_of_its_own(sheet: Sheet, home: Home) -> None:
     """At 32x, where what is fitted in closed form answers too little."""
-    common = ("train", "--document", str(home.directory / "sheet.txt"), "--chunk-size", "16", "--compress", str(P32),
-              "--questions", str(home.directory / "questions.jsonl"), "--set", "init=compact", "--accept", "0",
+    common = ("train", *home.document, 16, "--compress", P32, *home.asked, "--set", "init=compact", "--accept", 0,
               "--set", "answer_tokens=4", "--set", "patience=0", "--set", "check_every=20", "--set", "schedule=cosine",
               *SINGLE)  # fmt: skip
     closed = make(sheet.model, sheet.kv, sheet.ids, Wanted(P32, split(sheet.questions).fit)).kv
-    home.run(capsys, *common, "--id", "start", "--steps", "1", "--set", "rate=1e-6")
-    home.run(capsys, *common, "--id", "trained", "--steps", "40")
+    home.cli.json(*common, "--id", "start", "--steps", 1, "--set", "rate=1e-6")
+    home.cli.json(*common, "--id", "trained", "--steps", 40)
     rate = home.read("trained")[0].provenance.training.rate
     assert home.read("start")[0].provenance.training.init == "compact"
     assert rate == pytest.approx(RATE * float(sheet.kv[0].std()), rel=0.05)
@@ -384,11 +361,9 @@ def test_that_start_is_refined_and_trained_at_a_rate_of_its_own(
     assert right[0] <= right[1] < right[2], right
 
 
-def test_kv_of_another_model_or_of_a_corrupt_cartridge_is_not_read(
-    sheet: Sheet, home: Home, capsys: pytest.CaptureFixture[str]
-) -> None:
-    home.run(capsys, "build", "--document", str(home.directory / "sheet.txt"), "--chunk-size", "64", "--id", "whole")
-    root = Path(Registry(home.directory / "registry.sqlite").find("whole").location)
+def test_kv_of_another_model_or_of_a_corrupt_cartridge_is_not_read(sheet: Sheet, home: Home) -> None:
+    home.cli.json("build", *home.document, 64, "--id", "whole")
+    _, root = home.cli.artefact("whole")
     manifest, kv = home.read("whole")
     assert torch.equal(read_checked(manifest, root, sheet.model).float(), kv), "the control"
     other = structs.replace(manifest, fingerprint=structs.replace(manifest.fingerprint, layers=4))

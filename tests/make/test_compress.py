@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import foreign
 import pytest
 import torch
+from commands import Cli
 from lessons import write_questions
 from making import files_under, flip_bit, make_artifact
 from serving import stored_kv
 from wards import MODEL, patients, write_ward
 
 from lmcache_cartridge.artifact import reading
-from lmcache_cartridge.artifact.manifest import Manifest, Measured, Origin
+from lmcache_cartridge.artifact.manifest import Measured, Origin
 from lmcache_cartridge.artifact.reading import PAYLOAD, chunk_range
-from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.cli.recall import load_sheet
 from lmcache_cartridge.errors import ArtifactError, CorruptChunk
 from lmcache_cartridge.library.registry import Registry
@@ -30,27 +29,6 @@ from lmcache_cartridge.make.write import compress
 
 CLOSE = 0.02
 """Largest error of int8 on this model's KV, relative to the norm of K or V of a layer; 0.007 measured."""
-
-
-class _Cli:
-    """Runs commands in one home and reads what they tell programs."""
-
-    def __init__(self, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        self.home, self._capsys = home, capsys
-
-    def __call__(self, *argv: str, status: int = 0) -> Any:
-        assert main([*argv, "--home", str(self.home), "--format", "json"]) == status
-        out, err = self._capsys.readouterr()
-        return json.loads(out) if status == 0 else err
-
-    def artefact(self, name: str) -> tuple[Manifest, Path]:
-        root = Path(Registry(self.home / "registry.sqlite").find(name).location)
-        return reading.load_manifest(root), root
-
-
-@pytest.fixture
-def run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> _Cli:
-    return _Cli(tmp_path / "home", capsys)
 
 
 @pytest.fixture
@@ -66,36 +44,26 @@ def _apart(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float(((found - expected).norm(dim=2) / expected.norm(dim=2)).max())
 
 
-def test_build_stores_int8_and_the_canary_runs_on_what_will_be_served(run: _Cli, sheet: str) -> None:
+def test_build_stores_int8_and_the_canary_runs_on_what_will_be_served(cli: Cli, sheet: str) -> None:
     common = ("build", "--model", MODEL, "--document", sheet, "--chunk-size", "64")
-    plain = run(*common, "--id", "plain")
-    small = run(*common, "--id", "small", "--payload", "int8")
+    plain = cli.json(*common, "--id", "plain")
+    small = cli.json(*common, "--id", "small", "--payload", "int8")
     assert small["canary_top1_equal"]
     assert small["canary_max_abs_logit_difference"] != plain["canary_max_abs_logit_difference"]
     assert 0.5 < small["bytes"] / plain["bytes"] < 0.6
-    (one, at_one), (two, at_two) = run.artefact("plain"), run.artefact("small")
+    (one, at_one), (two, at_two) = cli.artefact("plain"), cli.artefact("small")
     assert two.payload.encoding == "int8" and one.tokens == two.tokens
     assert 0 < _apart(read_kv(two, at_two), stored_kv(at_one)) < CLOSE
-    assert run("verify", "small")[0]["sound"]
-    assert run("show", "small")["payload"]["encoding"] == "int8"
-    assert run("show", "plain")["payload"]["encoding"] == "plain"
+    assert cli.json("verify", "small")[0]["sound"]
+    assert cli.json("show", "small")["payload"]["encoding"] == "int8"
+    assert cli.json("show", "plain")["payload"]["encoding"] == "plain"
 
 
-@pytest.mark.parametrize("text", ["", " \n\t "])
-def test_an_empty_document_is_refused(run: _Cli, tmp_path: Path, text: str) -> None:
-    (tmp_path / "empty.txt").write_text(text)
-    refused = run("build", "--model", MODEL, "--document", str(tmp_path / "empty.txt"), "--id", "doc", status=1)
-    assert refused.endswith("empty.txt is empty; a cartridge needs a document\n")
-    assert run("list") == []
-
-
-def test_a_document_that_servers_would_not_inject_is_built_with_a_warning(
-    run: _Cli, tmp_path: Path, sheet: str
-) -> None:
+def test_a_document_that_servers_would_not_inject_is_built_with_a_warning(cli: Cli, tmp_path: Path, sheet: str) -> None:
     warnings = {}
     for size in (60, 600, 1500):
         (tmp_path / "short.txt").write_text(Path(sheet).read_text()[:size])
-        made = run("build", "--model", MODEL, "--document", str(tmp_path / "short.txt"), "--id", "short")
+        made = cli.json("build", "--model", MODEL, "--document", tmp_path / "short.txt", "--id", "short")
         warnings[made["positions"]] = made["warnings"]
     few, some, many = sorted(warnings)
     assert few < some < 256 <= many
@@ -104,19 +72,19 @@ def test_a_document_that_servers_would_not_inject_is_built_with_a_warning(
 
 
 def test_a_canary_that_fails_on_int8_alone_leaves_nothing(
-    run: _Cli, sheet: str, monkeypatch: pytest.MonkeyPatch
+    cli: Cli, sheet: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from lmcache_cartridge.memory import codec
 
     decode = codec.decode
     monkeypatch.setattr(codec, "decode", lambda *a: (decode(*a), a[1].zero_()))
     common = ("build", "--model", MODEL, "--document", sheet, "--id", "small")
-    assert "after the stored KV the model's next token differs" in run(*common, "--payload", "int8", status=1)
-    run(*common)
+    assert "after the stored KV the model's next token differs" in cli.refused(*common, "--payload", "int8")
+    cli.json(*common)
 
 
 def test_train_stores_int8_and_measures_what_is_served(
-    run: _Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ward = write_ward(CausalModel(MODEL), patients(1, 8), "int8", tokens=128)
     (tmp_path / "ward.txt").write_text(ward.document.text)
@@ -127,34 +95,34 @@ def test_train_stores_int8_and_measures_what_is_served(
         return measure(model, document, kv, *rest, **more)
 
     monkeypatch.setattr(gate, "measure", measured)
-    common = ("train", "--model", MODEL, "--document", str(tmp_path / "ward.txt"), "--compress", "32", "--chunk-size",
+    common = ("train", "--model", MODEL, "--document", tmp_path / "ward.txt", "--compress", "32", "--chunk-size",
               "16", "--questions", str(write_questions(tmp_path / "questions.jsonl", ward.document)), "--steps", "4",
               "--set", "rate=0.02", "--accept", "0")  # fmt: skip
-    plain, made = run(*common, "--id", "plain"), run(*common, "--id", "small", "--payload", "int8")
+    plain, made = cli.json(*common, "--id", "plain"), cli.json(*common, "--id", "small", "--payload", "int8")
     assert made["loss"] == plain["loss"], "the training is the same"
-    manifest, root = run.artefact("small")
+    manifest, root = cli.artefact("small")
     assert torch.equal(asked[-1], read_kv(manifest, root)) and not torch.equal(asked[-1], asked[-3])
     assert (manifest.kind, manifest.payload.encoding, made["bytes"]) == ("trained", "int8", manifest.payload_bytes)
     assert len(list(reading.verify(root))) == 2
 
 
-def test_import_stores_int8(run: _Cli, tmp_path: Path) -> None:
+def test_import_stores_int8(cli: Cli, tmp_path: Path) -> None:
     kv = foreign.random_kv(64)
     foreign.peft_adapter(kv, tmp_path / "adapter")
-    common = ("import", str(tmp_path / "adapter"), "--model", MODEL, "--round", "--chunk-size", "16")
-    run(*common, "--id", "small", "--payload", "int8")
-    manifest, root = run.artefact("small")
+    common = ("import", tmp_path / "adapter", "--model", MODEL, "--round", "--chunk-size", "16")
+    cli.json(*common, "--id", "small", "--payload", "int8")
+    manifest, root = cli.artefact("small")
     assert manifest.payload.encoding == "int8"
     assert 0 < _apart(read_kv(manifest, root), kv) < CLOSE
 
 
 @pytest.mark.parametrize("kind", ["prefill", "trained"])
-def test_compress_makes_the_same_of_a_registered_cartridge(run: _Cli, tmp_path: Path, kind: str) -> None:
+def test_compress_makes_the_same_of_a_registered_cartridge(cli: Cli, tmp_path: Path, kind: str) -> None:
     made = make_artifact(tmp_path / "doc", positions=80, kind=kind)
-    Registry(run.home / "registry.sqlite").register(tmp_path / "doc")
+    Registry(cli.home / "registry.sqlite").register(tmp_path / "doc")
     before = files_under(tmp_path / "doc")
-    result = run("build", "--from", "doc", "--payload", "int8", "--id", "small")
-    manifest, root = run.artefact("small")
+    result = cli.json("build", "--from", "doc", "--payload", "int8", "--id", "small")
+    manifest, root = cli.artefact("small")
     direct = make_artifact(tmp_path / "direct", positions=80, kind=kind, encoding="int8").manifest
     assert manifest.digest == direct.digest
     assert manifest.provenance.origin == Origin("cartridge", "doc@1", made.manifest.digest)
@@ -163,24 +131,24 @@ def test_compress_makes_the_same_of_a_registered_cartridge(run: _Cli, tmp_path: 
     assert reading.load_token_ids(manifest, root).tolist() == reading.load_token_ids(
         made.manifest, tmp_path / "doc").tolist()  # fmt: skip
     assert files_under(tmp_path / "doc") == before
-    assert run("verify", "small")[0]["sound"]
-    assert run("build", "--from", "doc", "--payload", "int8", "--id", "doc")["name"] == "doc@2"
-    assert "doc@2 is in int8 already" in run("build", "--from", "doc", "--payload", "int8", "--id", "again", status=1)
+    assert cli.json("verify", "small")[0]["sound"]
+    assert cli.json("build", "--from", "doc", "--payload", "int8", "--id", "doc")["name"] == "doc@2"
+    assert "doc@2 is in int8 already" in cli.refused("build", "--from", "doc", "--payload", "int8", "--id", "again")
 
 
-def test_with_no_promote_an_id_stays_where_it_is(run: _Cli, tmp_path: Path, sheet: str) -> None:
+def test_with_no_promote_an_id_stays_where_it_is(cli: Cli, tmp_path: Path, sheet: str) -> None:
     of_model = ("--model", MODEL, "--chunk-size", "16", "--id", "doc", "--no-promote")
     foreign.peft_adapter(foreign.random_kv(64), tmp_path / "adapter")
     made = [
-        run("build", "--document", sheet, *of_model),
-        run("import", str(tmp_path / "adapter"), "--round", *of_model),
-        run("build", "--from", "doc@1", "--payload", "int8", "--id", "doc", "--no-promote"),
+        cli.json("build", "--document", sheet, *of_model),
+        cli.json("import", tmp_path / "adapter", "--round", *of_model),
+        cli.json("build", "--from", "doc@1", "--payload", "int8", "--id", "doc", "--no-promote"),
     ]
     assert [(each["name"], each["promoted"]) for each in made] == [(f"doc@{n}", False) for n in (1, 2, 3)]
-    assert not any(row["current"] for row in run("list"))
-    assert "`lmcache-cartridge label doc doc@3`" in run("show", "doc", status=1)
-    run("label", "doc", "doc@2")
-    assert [row["current"] for row in run("list")] == [False, True, False]
+    assert not any(row["current"] for row in cli.json("list"))
+    assert "`lmcache-cartridge label doc doc@3`" in cli.refused("show", "doc")
+    cli.json("label", "doc", "doc@2")
+    assert [row["current"] for row in cli.json("list")] == [False, True, False]
 
 
 def test_a_corrupt_cartridge_is_not_compressed(tmp_path: Path) -> None:
@@ -200,12 +168,12 @@ def test_numbers_that_int8_cannot_hold_leave_nothing(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "doc"]
 
 
-def test_export_writes_what_is_served_and_says_so(run: _Cli, tmp_path: Path, sheet: str) -> None:
-    run("build", "--model", MODEL, "--document", sheet, "--id", "small", "--payload", "int8", "--chunk-size", "64")
-    manifest, root = run.artefact("small")
+def test_export_writes_what_is_served_and_says_so(cli: Cli, tmp_path: Path, sheet: str) -> None:
+    cli.json("build", "--model", MODEL, "--document", sheet, "--id", "small", "--payload", "int8", "--chunk-size", "64")
+    manifest, root = cli.artefact("small")
     model = CausalModel(MODEL)
     for form in ("peft", "hazy"):
-        assert run("export", "small", "--to", form, "--output", str(tmp_path / form))["encoding"] == "int8"
+        assert cli.json("export", "small", "--to", form, "--output", tmp_path / form)["encoding"] == "int8"
         import_(
             model, recognise(tmp_path / form), tmp_path / f"of-{form}", cartridge_id="back", version=1, chunk_tokens=64
         )
@@ -215,10 +183,9 @@ def test_export_writes_what_is_served_and_says_so(run: _Cli, tmp_path: Path, she
     assert "| dtype | bfloat16, exported from int8 |" in (tmp_path / "peft" / "README.md").read_text()
 
 
-def test_text_for_people_says_what_export_did(run: _Cli, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_for_people_says_what_export_did(cli: Cli, tmp_path: Path) -> None:
     shape = CausalModel(MODEL).fingerprint
     make_artifact(tmp_path / "doc", positions=80, fingerprint=shape, encoding="int8", token_ids=[7] * 80)
-    Registry(run.home / "registry.sqlite").register(tmp_path / "doc")
-    argv = ["export", "doc", "--to", "hazy", "--output", str(tmp_path / "out"), "--home", str(run.home)]
-    assert main(argv) == 0
-    assert capsys.readouterr().out.rstrip().endswith("/out, from int8 to bfloat16")
+    Registry(cli.home / "registry.sqlite").register(tmp_path / "doc")
+    ran = cli("export", "doc", "--to", "hazy", "--output", tmp_path / "out")
+    assert ran.status == 0 and ran.out.rstrip().endswith("/out, from int8 to bfloat16")

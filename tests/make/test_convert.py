@@ -12,6 +12,7 @@ import foreign
 import pytest
 import torch
 from blake3 import blake3
+from commands import Cli, Ran
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from serving import stored_kv
@@ -20,7 +21,6 @@ from wards import prefill
 from lmcache_cartridge import __version__
 from lmcache_cartridge.artifact import reading
 from lmcache_cartridge.artifact.manifest import Origin
-from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.cli.recall import MODEL_DIR, load_sheet
 from lmcache_cartridge.errors import CartridgeError, ForeignFormatError, ModelMismatch
 from lmcache_cartridge.make.foreign.convert import Imported, import_
@@ -398,30 +398,22 @@ def test_provenance_holds_no_path_of_another_machine(model: CausalModel, tmp_pat
 # The command line.
 
 
-def _run(capsys: pytest.CaptureFixture, *argv: Any) -> tuple[int, str, str]:
-    capsys.readouterr()
-    status = main([str(word) for word in argv])
-    return (status, *capsys.readouterr())
-
-
-def test_the_command_imports_and_registers(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    home, path = tmp_path / "home", foreign.peft_adapter(foreign.random_kv(256), tmp_path / "a")
-    base = ("import", path, "--model", MODEL_DIR, "--id", "it", "--home", home)
+def test_the_command_imports_and_registers(tmp_path: Path, cli: Cli) -> None:
+    path = foreign.peft_adapter(foreign.random_kv(256), tmp_path / "a")
+    base = ("import", path, "--model", MODEL_DIR, "--id", "it")
     for _ in range(2):  # what is there already is no new version
-        status, out, err = _run(capsys, *base, "--format", "json")
+        status, out, err = cli(*base, "--format", "json")
         assert (status, err) == (0, "")
         result = json.loads(out)
         assert (result["name"], result["kind"], result["positions"]) == ("it@1", "trained", 256)
         assert result["source_format"] == "PEFT CARTRIDGE adapter"
         assert (result["dtype"], result["warnings"]) == ("float32 to bfloat16, exact", [])
-    assert _run(capsys, "verify", "it", "--home", home)[1] == "it@1: sound\n"
-    status, out, err = _run(capsys, *base)
-    assert status == 0
-    assert "PEFT CARTRIDGE adapter" in out
+    assert cli("verify", "it").out == "it@1: sound\n"
+    assert "PEFT CARTRIDGE adapter" in cli(*base).out
 
 
 def test_a_hub_id_is_taken_from_the_local_cache_and_the_network_left_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Any] = []
 
@@ -437,13 +429,12 @@ def test_a_hub_id_is_taken_from_the_local_cache_and_the_network_left_alone(
     (kept / "refs").mkdir()
     (kept / "refs" / "main").write_text("0" * 40)
 
-    def brought(path: object, offline: bool) -> tuple[int, str, str]:
+    def brought(path: object, offline: bool) -> Ran:
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
-        return _run(capsys, "import", path, "--model", MODEL_DIR, "--id", "it", "--home", tmp_path / "home")
+        return cli("import", path, "--model", MODEL_DIR, "--id", "it")
 
     assert brought("org/notes", True)[0] == 0
-    manifest = reading.load_manifest(tmp_path / "home" / "cartridges" / "it" / "1")
-    assert manifest.provenance.origin.name == "org/notes"
+    assert cli.artefact("it")[0].provenance.origin.name == "org/notes"
     status, _, said = brought("org/other", True)
     assert (status, "org/other: no such file here, and the Hub gave none" in said) == (1, True)
     # A path needs no network, offline or not.

@@ -10,6 +10,7 @@ from typing import Any
 import foreign
 import pytest
 import torch
+from commands import Cli
 from foreign import TrainableCache
 from huggingface_hub import ModelCard
 from making import files_under, flip_bit
@@ -17,7 +18,6 @@ from serving import stored_kv
 from wards import MODEL, save
 
 from lmcache_cartridge.artifact.manifest import Manifest
-from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.cli.recall import load_sheet
 from lmcache_cartridge.errors import ArtifactError, CartridgeExists
 from lmcache_cartridge.library.registry import Registry
@@ -25,7 +25,6 @@ from lmcache_cartridge.make.foreign.convert import import_
 from lmcache_cartridge.make.foreign.export import export
 from lmcache_cartridge.make.foreign.recognise import recognise
 from lmcache_cartridge.make.model import CausalModel
-from lmcache_cartridge.settings import from_mapping
 
 P = 128
 QUESTION = "Q: blood of Tehor? A:"
@@ -124,37 +123,19 @@ def test_a_cartridge_without_kv_is_not_exported(model: CausalModel, tmp_path: Pa
         export(tmp_path / "in", "peft", tmp_path / "out")
 
 
-@pytest.mark.parametrize("json_output", [True, False])
-def test_the_command_exports(
-    model: CausalModel, ids: list[int], tmp_path: Path, capsys: pytest.CaptureFixture, json_output: bool
-) -> None:
-    settings = from_mapping({"home": tmp_path / "home"})
-    save(model, settings.cartridges_dir / "it", ids[:P], name="it")
-    Registry(settings.registry_path).register(settings.cartridges_dir / "it")
-    options = ["--output", str(tmp_path / "out"), "--home", str(tmp_path / "home")]
-    assert main(["export", "it", "--to", "peft", *options, *(["--format", "json"] if json_output else [])]) == 0
-    out = capsys.readouterr().out
-    expected = {"name": "it@1", "format": "peft", "output": str(tmp_path / "out")}
-    assert json.loads(out) == expected if json_output else out == f"it@1 as peft in {tmp_path / 'out'}\n"
-    assert recognise(tmp_path / "out").token_ids == ids[:P]
-    assert main(["export", "gone", "--to", "peft", *options]) == 1
-    assert main(["export", "it", "--to", "json", *options]) == 2
-
-
-def test_what_lies_elsewhere_or_was_replaced_is_not_exported(
-    model: CausalModel, ids: list[int], tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    settings = from_mapping({"home": tmp_path / "home"})
-    registry, root = Registry(settings.registry_path), settings.cartridges_dir / "it"
-    save(model, settings.cartridges_dir / "far", ids[:P], name="far")
-    registry.register(settings.cartridges_dir / "far", "s3://bucket/far")
+def test_the_command_exports(model: CausalModel, ids: list[int], tmp_path: Path, cli: Cli) -> None:
+    root, said = cli.home / "cartridges" / "it", []
     save(model, root, ids[:P], name="it")
-    registry.register(root)
+    Registry(cli.home / "registry.sqlite").register(root)
+    for form in ("json", "text"):
+        status, out, _ = cli("export", "it", "--to", "peft", "--output", tmp_path / form, "--format", form)
+        assert status == 0 and recognise(tmp_path / form).token_ids == ids[:P]
+        said.append(out)
+    assert json.loads(said[0]) == {"name": "it@1", "format": "peft", "output": str(tmp_path / "json")}
+    assert said[1] == f"it@1 as peft in {tmp_path / 'text'}\n"
     shutil.rmtree(root)
     save(model, root, ids[1 : P + 1], name="it")
-    for name, message in (("far", "lmcache-cartridge pull s3://bucket/far"), ("it", "was replaced")):
-        output = tmp_path / "out"
-        options = ["--to", "hazy", "--output", str(output), "--home", str(tmp_path / "home")]
-        assert main(["export", name, *options]) == 1
-        assert message in capsys.readouterr().err
-        assert not output.exists()
+    for name, form, status in (("it", "hazy", 1), ("gone", "peft", 1), ("it", "json", 2)):
+        ran = cli("export", name, "--to", form, "--output", tmp_path / "out")
+        assert ran.status == status and (form != "hazy" or "was replaced" in ran.err)
+        assert not (tmp_path / "out").exists()

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from commands import Cli
 from serving import serving, stored_kv
-from waiting import until
 from wards import MODEL, Asker, Ward, patients, write_ward
 
 from lmcache_cartridge.artifact.reading import load_manifest
-from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.errors import ArtifactError
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make.corpus import Source, find
@@ -28,36 +24,30 @@ from lmcache_cartridge.sources.published import Library
 SHEETS = 5
 
 
-class Corpus:
+class Corpus(Cli):
     """Sheets with their facts, as text files in a directory, and the command on a home."""
 
-    def __init__(self, directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        self.directory, self.home, self._capsys = directory / "sheets", directory / "home", capsys
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory / "home")
+        self.directory = directory / "sheets"
         self.directory.mkdir()
 
     def write(self, wards: dict[str, Ward]) -> None:
         for name, ward in wards.items():
-            path = self.directory / f"{name}.txt"
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(ward.document.text)
+            (self.directory / f"{name}.txt").write_text(ward.document.text)
 
     def build(self, *words: object, status: int = 0) -> list[dict[str, Any]]:
         """Run `build` on the directory, or on what `words` begin with, and return what it tells programs."""
         places = [] if words and not str(words[0]).startswith("--") else [self.directory]
-        given = ["build", *places, *words, "--model", MODEL, "--home", self.home, "--format", "json"]
-        self._capsys.readouterr()
-        ended = main([str(word) for word in given])
-        out, err = self._capsys.readouterr()
-        assert ended == status, err
-        return json.loads(out)
+        return self.json("build", *places, *words, "--model", MODEL, status=status)
 
     def root(self, name: str, version: int = 1) -> Path:
         return self.home / "cartridges" / name / str(version)
 
 
 @pytest.fixture
-def corpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Corpus:
-    return Corpus(tmp_path, capsys)
+def corpus(tmp_path: Path) -> Corpus:
+    return Corpus(tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -112,11 +102,10 @@ def test_each_sheet_of_a_corpus_answers_as_one_that_is_built_alone(
 ) -> None:
     corpus.write(wards)
     assert outcome(corpus.build()) == {f"{name}.txt": (f"{name}@1", True) for name in wards}
-    few = list(wards)[:3]
+    few = list(wards)[:2]
     for name in few:
         document = ["--document", corpus.directory / f"{name}.txt", "--id", f"{name}-alone"]
-        words = ["build", "--model", MODEL, "--home", corpus.home, *document]
-        assert main([str(word) for word in words]) == 0
+        corpus.json("build", "--model", MODEL, *document)
         assert torch.equal(stored_kv(corpus.root(name)), stored_kv(corpus.root(f"{name}-alone")))
         assert load_manifest(corpus.root(name)).canary == load_manifest(corpus.root(f"{name}-alone")).canary
     others = {"int8": ["--payload", "int8"], "short": ["--compact", "2x", "--accept", 0, "--chunk-size", 64]}
@@ -215,18 +204,12 @@ def test_a_canary_that_fails_fails_its_document_alone(
 
 def test_a_run_that_was_killed_goes_on_and_leaves_nothing_half_made(corpus: Corpus, wards: dict[str, Ward]) -> None:
     corpus.write(wards)
-    words = ["-m", "lmcache_cartridge.cli.main", "build", corpus.directory, "--model", MODEL, "--home", corpus.home]
     registry = Registry(Settings(home=corpus.home).registry_path)
-    process = subprocess.Popen(
-        [sys.executable, *map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
-    )
-    try:
-        until(lambda: process.poll() is not None or len(registry.all()) >= 2, timeout_s=600)
-        until(lambda: process.poll() is not None or list((corpus.home / "cartridges").glob("*/.*.partial")))
-        assert process.poll() is None, process.stdout.read()
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+
+    def is_half_way() -> Any:
+        return len(registry.all()) >= 2 and list((corpus.home / "cartridges").glob("*/.*.partial"))
+
+    corpus.killed("build", corpus.directory, "--model", MODEL, once=is_half_way)
     before = {row.id: row.registered for row in registry.all()}
     assert 2 <= len(before) < SHEETS
     rows = corpus.build()
@@ -252,21 +235,22 @@ def test_a_corpus_is_published_in_place_of_being_registered_here(
         assert [row.name for row in published.registry.all()] == [f"{name}@1" for name in few]
 
 
-@pytest.mark.parametrize(("options", "said"), [
-    (["--id", "a"], "need one document, not many"), (["--questions", "{0}"], "need one document"), (["--no-promote"], "need one document"),
-    (["--ray", "auto"], "--ray needs --publish"), (["--publish", "relative"], "absolute directory"),
-    (["--chat-template", "{0}"], "need --chat"), (["--accept", "0.5"], "need --compact"),
+@pytest.mark.parametrize(("command", "said"), [
+    ("build . --id a", "need one document, not many"), ("build . --questions a.txt", "need one document"),
+    ("build . --no-promote", "need one document"), ("build . --ray auto", "--ray needs --publish"),
+    ("build . --publish relative", "absolute directory"), ("build . --chat-template a.txt", "need --chat"),
+    ("build . --accept 0.5", "need --compact"), ("build --document a.txt --publish /x --id a", "need many documents"),
+    ("train . --questions a.txt", "--questions, --held-out need one document, not many; of many --self-study has them written"),
+    ("train . --id a", "need one document, not many"), ("train . --no-promote", "need one document, not many"),
+    ("train .", "needs --self-study"), ("train . --self-study 2 --ray auto", "--ray needs --publish"),
+    ("train --id a --document a.txt --self-study 2 --publish /x", "need many documents"),
+    ("train --document a.txt --self-study 2", "train needs --id"), ("train --id a --self-study 2", "train needs --document"),
 ])  # fmt: skip
-def test_options_that_do_not_go_with_many_documents_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], said: str
+def test_options_that_do_not_go_together_are_refused(
+    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch, command: str, said: str
 ) -> None:
-    (tmp_path / "a.txt").write_text("x")
-    words = ["build", str(tmp_path), "--model", "nowhere", "--home", str(tmp_path / "home")]
-    assert main([*words, *(word.format(tmp_path / "a.txt") for word in options)]) == 1
-    assert said in capsys.readouterr().err
-    assert not (tmp_path / "home").exists()
-    assert (
-        main(["build", "--model", "nowhere", "--document", str(tmp_path / "a.txt"), "--publish", "/x", "--id", "a"])
-        == 1
-    )
-    assert "need many documents" in capsys.readouterr().err
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("x")
+    more = ["--compress", "4x"] if command.startswith("train") else []
+    assert said in cli.refused(*command.split(), "--model", "nowhere", *more)
+    assert not cli.home.exists()

@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from commands import Cli, Ran
 from lessons import MODEL, School, questions_on, school
 from making import make_artifact
 from recall.ward import ask
 from routers import Reply, Request, Stub
-from serving import SERVER_ARGS
+from serving import serving
 from tqdm import tqdm
 
 from lmcache_cartridge.artifact.manifest import Provenance
@@ -30,8 +31,7 @@ from lmcache_cartridge.make.server import PROMPT, Server, read_score
 from lmcache_cartridge.make.train.initial import prefilled
 from lmcache_cartridge.make.train.job import Job, Task
 from lmcache_cartridge.make.write import write_trained
-from lmcache_cartridge.serve.launch import free_port, plan
-from lmcache_cartridge.serve.processes import ServerProcess
+from lmcache_cartridge.serve.launch import free_port
 from lmcache_cartridge.settings import from_mapping
 
 CHUNK = 16
@@ -81,22 +81,14 @@ def _register_poison(registry: Registry, root: Path, made: School) -> None:
 def server(home: Home) -> Iterator[str]:
     """A vLLM server with the cartridges of the home."""
     settings = from_mapping({"home": home.path, "cpu_bytes": 64 << 20})
-    launch = plan(MODEL, settings, chunk_tokens=CHUNK, on_load_failure="fail", vllm_args=SERVER_ARGS)
-    with ServerProcess(launch, home.path / "server.log") as process:
-        yield process.url
-
-
-class _Ran(NamedTuple):
-    status: int
-    out: str
-    err: str
+    with serving(settings, home.path / "server.log", chunk_tokens=CHUNK, on_load_failure="fail") as client:
+        yield client.url
 
 
 @pytest.fixture
-def evaluate(home: Home, capsys: pytest.CaptureFixture[str]) -> Any:
-    def run(name: str, *argv: str) -> _Ran:
-        options = ["--home", str(home.path), "--questions", str(home.questions), *argv]
-        return _Ran(main(["evaluate", name, *options]), *capsys.readouterr())
+def evaluate(home: Home) -> Any:
+    def run(name: str, *words: object) -> Ran:
+        return Cli(home.path)("evaluate", name, "--questions", home.questions, *words)
 
     return run
 
@@ -108,7 +100,7 @@ def _few(home: Home, count: int) -> str:
     return str(few)
 
 
-def _exact(ran: _Ran) -> dict[str, float]:
+def _exact(ran: Ran) -> dict[str, float]:
     assert ran.status == 0, ran.err
     return {way: found["exact"] for way, found in json.loads(ran.out)["ways"].items()}
 
@@ -116,22 +108,16 @@ def _exact(ran: _Ran) -> dict[str, float]:
 # Three ways.
 
 
-def _assert_right(home: Home, exact: dict[str, float]) -> None:
-    count = len(home.school.document.facts)
-    assert list(exact) == list(WAYS)
-    assert exact["no prefix"] <= 0.25, "chance is 0.05; more would say that answers leak"
-    assert exact["document"] >= 0.95
-    assert home.inside / count - 0.05 <= exact["cartridge"] <= home.inside / count + 0.3, "what its half knows"
-
-
-def test_the_model_here_is_asked_three_ways(home: Home, evaluate: Any) -> None:
-    _assert_right(home, _exact(evaluate("half", "--model", MODEL, "--format", "json")))
-
-
-def test_a_real_server_gives_the_same_answers(home: Home, evaluate: Any, server: str, tmp_path: Path) -> None:
-    ran = evaluate("half", "--url", server, "--format", "json", "--output", str(tmp_path / "server"))
-    _assert_right(home, _exact(ran))
-    evaluate("half", "--model", MODEL, "--output", str(tmp_path / "here"))
+def test_the_model_here_and_a_real_server_give_the_same_answers(
+    home: Home, evaluate: Any, server: str, tmp_path: Path
+) -> None:
+    for name, where in (("server", ("--url", server)), ("here", ("--model", MODEL))):
+        exact = _exact(evaluate("half", *where, "--format", "json", "--output", tmp_path / name))
+        assert list(exact) == list(WAYS)
+        assert exact["no prefix"] <= 0.25, "chance is 0.05; more would say that answers leak"
+        assert exact["document"] >= 0.95
+        share = home.inside / len(home.school.document.facts)
+        assert share - 0.05 <= exact["cartridge"] <= share + 0.3, "what its half knows"
     answers = [
         {
             way: [(a["question"], a["got"]) for a in given]
@@ -154,7 +140,7 @@ def test_the_document_is_computed_though_the_server_has_a_cartridge_of_it(
 
 
 def test_a_document_given_as_text_is_the_one_the_cartridge_carries(home: Home, evaluate: Any, server: str) -> None:
-    text = ("--document", str(home.path / "sheet.txt"), "--format", "json")
+    text = ("--document", home.path / "sheet.txt", "--format", "json")
     for where in (("--model", MODEL), ("--url", server)):
         assert _exact(evaluate("bare", *where, *text))["document"] == 1.0
 
@@ -163,7 +149,7 @@ def test_raw_text_can_be_asked_too(home: Home, evaluate: Any, server: str, tmp_p
     raw = tmp_path / "raw.jsonl"
     save([Question(ask(fact, 2), fact.value) for fact in home.school.document.facts[:8]], raw)
     for where in (("--model", MODEL), ("--url", server)):
-        ran = evaluate("half", *where, "--questions", str(raw), "--ask-as", "text", "--format", "json")
+        ran = evaluate("half", *where, "--questions", raw, "--ask-as", "text", "--format", "json")
         assert _exact(ran)["document"] == 1.0
 
 
@@ -192,7 +178,7 @@ def test_the_ways_differ_in_the_prefix_only(home: Home) -> None:
 
 
 def test_people_get_a_table_and_files(home: Home, evaluate: Any, tmp_path: Path) -> None:
-    ran = evaluate("half", "--model", MODEL, "--questions", _few(home, 5), "--output", str(tmp_path / "out"))
+    ran = evaluate("half", "--model", MODEL, "--questions", _few(home, 5), "--output", tmp_path / "out")
     assert ran.status == 0
     heading, _, *lines = ran.out.splitlines()
     assert heading.split() == ["asked", "with", "exact", "answers", "share", "95%", "interval"]
@@ -208,7 +194,7 @@ def test_people_get_a_table_and_files(home: Home, evaluate: Any, tmp_path: Path)
     [
         ("nobody", ("--model", MODEL), "nobody"),
         ("bare", ("--model", MODEL), "bare@1 carries no text of its document; give --document"),
-        ("half", ("--model", MODEL, "--document", str(MODEL_DIR / "model.safetensors")), "is no UTF-8 text"),
+        ("half", ("--model", MODEL, "--document", MODEL_DIR / "model.safetensors"), "is no UTF-8 text"),
         ("half", ("--model", "nowhere"), "nowhere is neither a directory"),
         ("half", ("--url", f"http://127.0.0.1:{free_port()}"), "Connect"),
         ("half", ("--url", "nonsense"), "nonsense"),
@@ -229,7 +215,7 @@ def test_a_question_without_an_answer_is_compared_with_what_the_document_says(
     save([question._replace(answer=None) for question in asked], tmp_path / "open.jsonl")
     save(asked, tmp_path / "given.jsonl")
     given, compared = (
-        _exact(evaluate("half", "--model", MODEL, "--questions", str(tmp_path / f"{name}.jsonl"), "--format", "json"))
+        _exact(evaluate("half", "--model", MODEL, "--questions", tmp_path / f"{name}.jsonl", "--format", "json"))
         for name in ("given", "open")
     )
     assert given["document"] == compared["document"] == 1.0 and given == compared
@@ -245,7 +231,7 @@ def test_a_cartridge_unknown_to_the_server_is_one_line(evaluate: Any, server: st
     write_trained(home.school.model, kv, root, Provenance(tool="test", created="2026-01-01T00:00:00Z"),
                   cartridge_id="new", version=1, chunk_tokens=CHUNK, document_ids=home.school.ids)  # fmt: skip
     Registry(other / "registry.sqlite").register(root)
-    ran = evaluate("new", "--home", str(other), "--url", server)
+    ran = evaluate("new", "--home", other, "--url", server)
     assert ran.status == 1
     assert "answered 404" in ran.err
 

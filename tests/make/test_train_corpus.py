@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from commands import Cli
 from lessons import MODEL, answered, questions_on
 from recall.ward import QUESTIONS, Document, write_document
 from routers import Reply, Request, Stub
 from serving import stored_kv
-from waiting import until
 from wards import patients
 
 from lmcache_cartridge.artifact.reading import load_manifest
-from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.make.questions import read
@@ -37,11 +32,12 @@ STEPS = 12
 SHEETS = {f"ward-{n}": write_document(random.Random(f"lesson {n}"), 120, patients(n, 3)) for n in range(3)}
 
 
-class Corpus:
+class Corpus(Cli):
     """Sheets as text files in a directory, and the command on a home."""
 
     def __init__(self, directory: Path, writer: str) -> None:
-        self.directory, self.home, self._writer = directory / "sheets", directory / "home", writer
+        super().__init__(directory / "home")
+        self.directory, self._writer = directory / "sheets", writer
         self.directory.mkdir()
         for name, document in SHEETS.items():
             (self.directory / f"{name}.txt").write_text(document.text)
@@ -49,18 +45,14 @@ class Corpus:
     def words(self, *words: object) -> list[str]:
         """Return the command for the directory, or for what `words` begin with."""
         places = [] if words and Path(str(words[0])).exists() else [self.directory]
-        given = ["train", *places, "--model", MODEL, "--home", self.home, "--format", "json",
-                 "--chunk-size", 16, "--compress", "3x", "--self-study", 40, "--writer-url", self._writer, "--steps", STEPS,
-                 "--set", "check_every=2", "--set", "answer_tokens=4", "--accept", 0, *words]  # fmt: skip
+        given = ["train", *places, "--model", MODEL, "--chunk-size", 16, "--compress", "3x", "--self-study", 40,
+                 "--writer-url", self._writer, "--steps", STEPS, "--set", "check_every=2", "--set", "answer_tokens=4",
+                 "--accept", 0, *words]  # fmt: skip
         return [str(word) for word in given]
 
-    def train(self, capsys: pytest.CaptureFixture[str], *words: object, status: int = 0) -> list[dict[str, Any]]:
+    def train(self, *words: object, status: int = 0) -> list[dict[str, Any]]:
         """Run the command and return what it tells programs."""
-        capsys.readouterr()
-        ended = main(self.words(*words))
-        out, err = capsys.readouterr()
-        assert ended == status, err
-        return json.loads(out)
+        return self.json(*self.words(*words), status=status)
 
     def digests(self) -> dict[str, str]:
         return {row.name: row.digest for row in Registry(Settings(home=self.home).registry_path).all()}
@@ -94,7 +86,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory, writer: str) -> Corpus:
         document = found.directory / f"{name}.txt"
         words = found.words()
         words[1:2] = ["--document", str(document), "--id", name]
-        assert main(words) == 0
+        found.json(*words)
     return found
 
 
@@ -110,9 +102,9 @@ def _share(model: CausalModel, home: Path, name: str, of: Document, held_out: st
 
 
 def test_each_sheet_is_trained_as_it_is_alone_and_once(
-    corpus: Corpus, alone: Corpus, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    corpus: Corpus, alone: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = corpus.train(capsys)
+    first = corpus.train()
     assert [(row["name"], row["made"]) for row in first] == [(f"{name}@1", True) for name in SHEETS]
     assert corpus.digests().items() > alone.digests().items()
     model = CausalModel(MODEL)
@@ -125,14 +117,14 @@ def test_each_sheet_is_trained_as_it_is_alone_and_once(
     assert not list(corpus.home.rglob(CHECKPOINT)), "what was to go on from is as large as the cartridge"
     with monkeypatch.context() as patch:
         patch.setattr(CausalModel, "prefill", None)  # nothing is computed
-        assert corpus.train(capsys) == [row | {"made": False} for row in first]
-        assert corpus.train(capsys, corpus.directory / "ward-1.txt") == [first[1] | {"made": False}]
-    [again] = corpus.train(capsys, corpus.directory / "ward-0.txt", "--steps", 2)
+        assert corpus.train() == [row | {"made": False} for row in first]
+        assert corpus.train(corpus.directory / "ward-1.txt") == [first[1] | {"made": False}]
+    [again] = corpus.train(corpus.directory / "ward-0.txt", "--steps", 2)
     assert (again["name"], again["made"]) == ("ward-0@2", True), "another training"
 
 
 def test_what_fails_is_told_and_what_is_published_is_not_trained_again(
-    corpus: Corpus, alone: Corpus, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    corpus: Corpus, alone: Corpus, tmp_path: Path
 ) -> None:
     for name in ("ward-1", "ward-2"):
         (corpus.directory / f"{name}.txt").unlink()
@@ -140,7 +132,7 @@ def test_what_fails_is_told_and_what_is_published_is_not_trained_again(
     (corpus.directory / "short.txt").write_text("Patient Mora.")
     library = tmp_path / "library"
     for made in (True, False):
-        rows = corpus.train(capsys, "--publish", library, status=1)
+        rows = corpus.train("--publish", library, status=1)
         reasons = {Path(row["document"]).name: row["problem"] for row in rows if row["problem"]}
         assert "no UTF-8" in reasons.pop("bytes.txt") and "cannot stand for a document" in reasons.pop("short.txt")
         assert not reasons and [(row["name"], row["made"]) for row in rows if row["name"]] == [("ward-0@1", made)]
@@ -154,42 +146,15 @@ def test_what_fails_is_told_and_what_is_published_is_not_trained_again(
 
 
 def test_a_run_that_was_killed_goes_on_where_it_was(
-    corpus: Corpus, alone: Corpus, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    corpus: Corpus, alone: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (corpus.directory / "ward-2.txt").unlink()
-    command = [sys.executable, "-m", "lmcache_cartridge.cli.main", *corpus.words()]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
-    try:
-        reached = corpus.home / "training" / "ward-1" / "1" / CHECKPOINT
-        until(lambda: process.poll() is not None or reached.exists(), timeout_s=600)
-        assert process.poll() is None, process.stdout.read()
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+    reached = corpus.home / "training" / "ward-1" / "1" / CHECKPOINT
+    corpus.killed(*corpus.words(), once=reached.exists)
     assert corpus.digests().keys() == {"ward-0@1"}
     step, steps = torch.optim.AdamW.step, []
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda *given: (steps.append(1), step(*given)))
-    assert [row["made"] for row in corpus.train(capsys)] == [False, True]
+    assert [row["made"] for row in corpus.train()] == [False, True]
     assert 0 < len(steps) < STEPS, "from the checkpoint"
     assert corpus.digests() == alone.digests()
     assert sorted(path.name for path in (corpus.home / "cartridges").glob("*/*")) == ["1", "1"]
-
-
-@pytest.mark.parametrize(("options", "said"), [
-    (["--questions", "{0}"], "--questions, --held-out need one document, not many; of many --self-study has them written"),
-    (["--id", "a"], "need one document, not many"), (["--no-promote"], "need one document, not many"),
-    ([], "needs --self-study"), (["--self-study", "2", "--ray", "auto"], "--ray needs --publish"),
-])  # fmt: skip
-def test_options_that_do_not_go_with_many_documents_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], said: str
-) -> None:
-    (tmp_path / "a.txt").write_text("x")
-    words = ["--model", "nowhere", "--home", str(tmp_path / "home"), "--compress", "4x"]
-    assert main(["train", str(tmp_path), *words, *(word.format(tmp_path / "a.txt") for word in options)]) == 1
-    assert said in capsys.readouterr().err
-    assert not (tmp_path / "home").exists()
-    one = ["train", *words, "--id", "a", "--document", str(tmp_path / "a.txt"), "--self-study", "2"]
-    for more, without in ((["--publish", "/x"], None), ([], "--id"), ([], "--document")):
-        given = one if without is None else one[: one.index(without)] + one[one.index(without) + 2 :]
-        assert main([*given, *more]) == 1
-        assert (f"train needs {without}" if without else "need many documents") in capsys.readouterr().err
