@@ -94,14 +94,16 @@ def test_what_is_drawn_fits_eighty_columns(watched: Watched, url: str) -> None:
     rows = []
     for row in view["cartridges"]:
         rows += [row | {"id": "a-very-long-name-" * 8, "state": "quarantined", "version": 10**6}]
-        rows += [row | {"id": "[bold]x[/nope]", "state": "loading", "loading": loading}]
+        rows += [row | {"id": "[bold]x[/nope]", "state": "loading", "loading": loading, "pinned": True}]
     huge = {name: {key: value * 2**36 for key, value in of.items()} for name, of in view["numbers"].items()}
     for numbers in (view["numbers"], huge):
         view = {"numbers": numbers, "rates": top.rates(numbers, {}, 1.0), "cartridges": rows, "problem": None}
         text = _drawn(view, "https://" + "very-long-host." * 9 + "example.org")
         assert max(map(len, text.splitlines())) <= 80
         assert "hits/s" in text and "a-very-long-name-a-very-@1000000" in text and "[bold]x[/nope]@1" in text
+        assert text.splitlines()[0].endswith("…"), "a line that is too long is cut, and takes no second one"
         for line in text.splitlines():
+            assert "@1" not in line or line.endswith("yes") == ("[bold]" in line)
             if line.split()[:1] in (["tier"], ["cpu"], ["disk"], ["source"], ["[bold]x[/nope]@1"]):
                 assert "…" not in line, "a number that is cut is a wrong number"
 

@@ -184,12 +184,12 @@ def test_a_name_beyond_the_shortest_list_is_refused_before_it_is_called(tmp_path
         load(path)
 
 
-def _lying_directory(path: Path) -> Path:
-    """Write an archive whose directory gives one entry's size as 4 GB."""
+def _lying_directory(path: Path, sizes: int = 8) -> Path:
+    """Write an archive whose directory gives one entry's size as 4 GB, or the size that it has when it is packed."""
     foreign.pairs(foreign.random_kv(P), path)
     raw = bytearray(path.read_bytes())
     at = raw.rindex(b"data/0") - 46
-    raw[at + 20 : at + 28] = struct.pack("<II", 0xFFFFFFF0, 0xFFFFFFF0)
+    raw[at + 20 : at + 20 + sizes] = struct.pack("<II", 0xFFFFFFF0, 0xFFFFFFF0)[:sizes]
     path.write_bytes(raw)
     return path
 
@@ -247,19 +247,11 @@ HOSTILE: dict[str, tuple[Callable[[Path], Path], str]] = {
         "larger than what the file holds"),
     "huge tensor of no bytes": (
         lambda p: _archive(p, _layers(_tensor((1, 2, HUGE, 64), (0, 0, 0, 1)))), "declare .* bytes, the file has"),
-    "more tensor than storage": (lambda p: _archive(p, _layers(_tensor((1, 2, 16, 64), (2048, 1024, 64, 1)))),
-                                 "larger than what the file holds"),
-    "more storage than record": (
-        lambda p: _archive(p, _layers(_tensor((1, 2, HUGE >> 20, 64), (0, 64 * (HUGE >> 20), 64, 1),
-                                              storage=_storage(HUGE >> 13)))), "larger than what the file holds"),
     "no such record": (lambda p: _archive(p, _layers(_tensor(SHAPE, STRIDES, storage=_storage(1024, key="7")))), "data/7"),
     "a record elsewhere": (
         lambda p: _archive(p, _layers(_tensor(SHAPE, STRIDES, storage=_storage(1024, key="../../../etc/passwd")))), "passwd"),
     "an offset beyond": (lambda p: _archive(p, _layers(_tensor(SHAPE, STRIDES, offset=1))), "larger than what the file holds"),
-    "a negative offset": (lambda p: _archive(p, _layers(_tensor(SHAPE, STRIDES, offset=-64))), "offset|negative"),
-    "a negative size": (lambda p: _archive(p, _layers(_tensor((1, 2, -8, 64), STRIDES))), "overflow"),
     "a negative stride": (lambda p: _archive(p, _layers(_tensor(SHAPE, (1024, 512, -64, 1)))), "overflow"),
-    "a negative storage": (lambda p: _archive(p, _layers(_tensor(SHAPE, STRIDES, storage=_storage(-5)))), "plain tensors"),
     "complex numbers": (
         lambda p: _archive(p, _layers(_tensor(SHAPE, STRIDES, storage=_storage(9, kind="torch.ComplexFloatStorage")))),
         "it wants torch.ComplexFloatStorage"),
@@ -281,6 +273,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], Path], str]] = {
         lambda p: _archive(p, _layers(_tensor(SHAPE, STRIDES)), compression=zipfile.ZIP_DEFLATED, records={"0": bytes(1 << 28)}),
         "is compressed, which torch.save never does"),
     "a lying directory": (_lying_directory, r"declares \d+ bytes|plain tensors"),
+    "an entry of two sizes": (lambda p: _lying_directory(p, 4), "is compressed, which torch.save never does"),
     "the same entry twice": (_doubled, "is there twice"),
     "a flipped bit": (_flipped, "does not have the checksum"),
     "a parameter list of nothing": (lambda p: _archive(p, _parts(b"}")), "no known form|plain tensors"),
