@@ -43,7 +43,8 @@ class Reply(NamedTuple):
 
     status: int = 200
     headers: Mapping[str, str] = {}
-    body: Mapping[str, Any] = {}
+    body: Mapping[str, Any] | bytes = {}
+    """Sent as JSON with the name of the stub, or as it is."""
 
 
 class _Server(ThreadingHTTPServer):
@@ -82,7 +83,9 @@ class Stub:
                 self._send(answer(request))
 
             def _send(self, reply: Reply) -> None:
-                body = json.dumps({"stub": stub.name, **reply.body}).encode()
+                body = reply.body
+                if not isinstance(body, bytes):
+                    body = json.dumps({"stub": stub.name, **body}).encode()
                 self.send_response(reply.status)
                 for name, value in {**reply.headers, "content-type": "application/json"}.items():
                     self.send_header(name, value)

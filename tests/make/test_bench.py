@@ -16,11 +16,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from routers import Reply, Request, Stub
 from waiting import Clock, run_threads, until
 
 from lmcache_cartridge.cli import bench as command
@@ -43,10 +45,11 @@ REQUESTS = {1: 4, 2: 8}
 """Of each way, by c; of the cold one half as many."""
 
 
-class Mock:
-    """No engine: an HTTP server that streams answers and keeps a prefix cache, or does what `fault` says."""
+class Mock(Stub):
+    """It streams answers and keeps a prefix cache, or does what `fault` says."""
 
     def __init__(self, fault: str = "", *, cartridges: bool = True, tokenizes: bool = True) -> None:
+        super().__init__("bench", self._posted)
         self.cartridges, self.tokenizes = cartridges, tokenizes
         self.fault, self.counts = fault, True
         self.vllm = self.connector = 0
@@ -59,77 +62,49 @@ class Mock:
         self.held, self.free = threading.Event(), threading.Event()
         self._cache: set[Any] = set()
         self._lock = threading.Lock()
-        mock = self
 
-        class Handler(BaseHTTPRequestHandler):
-            disable_nagle_algorithm = True
-
-            def do_GET(self) -> None:
-                self._send(*mock.get(self.path))
-
-            def do_POST(self) -> None:
-                mock.keys.add(self.headers.get("authorization") or "")
-                size = int(self.headers.get("content-length") or 0)
-                mock.post(self, json.loads(self.rfile.read(size) or b"{}"))
-
-            def _send(self, status: int, body: Any) -> None:
-                self.send_response(status)
-                self.end_headers()
-                self.wfile.write(body.encode() if isinstance(body, str) else json.dumps(body).encode())
-
-            def log_message(self, *arguments: object) -> None:
-                """Say nothing."""
-
-        class Server(ThreadingHTTPServer):
-            daemon_threads, block_on_close, request_queue_size = True, False, 128
-
-            def handle_error(self, request: Any, client_address: Any) -> None:
-                """The client went away."""
-
-        self._server = Server(("127.0.0.1", 0), Handler)
-        self.port = self._server.server_port
-        self.url = f"http://127.0.0.1:{self.port}"
-        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
 
     def close(self) -> None:
         self.free.set()
-        self._server.shutdown()
-        self._server.server_close()
+        super().close()
 
-    def get(self, path: str) -> tuple[int, Any]:
+    def get(self, path: str) -> Reply:
         if path == "/v1/models":
-            return 200, {"data": [{"id": "m", "max_model_len": LONGEST}]}
+            return Reply(body={"data": [{"id": "m", "max_model_len": LONGEST}]})
         if path == "/metrics" and self.counts:
             labels = 'engine="0",model_name="m"'
-            return 200, (
+            shown = (
                 f"vllm:prefix_cache_hits_total{{{labels}}} {self.vllm}.0\nvllm:external_prefix_cache_hits_total{{{labels}}} "
                 f'{self.connector}.0\nvllm:cache_config_info{{block_size="{BLOCK}",engine="0"}} 1.0\n'
             )
+            return Reply(body=shown.encode())
         if path.startswith("/v1/cartridges") and self.cartridges:
             held = POSITIONS // CHUNK if self.resident and self.fault != "never resident" else 0
             tiers = {"cpu": {"resident_chunks": held, "chunks": POSITIONS // CHUNK}}
             row = {"id": "doc", "version": 1, "current": True, "kind": "prefill", "positions": POSITIONS,
                    "state": "resident" if held else "cold", "tiers": tiers}  # fmt: skip
-            return 200, ({"data": [row]} if path == "/v1/cartridges" else row)
-        return 404, {}
+            return Reply(body={"data": [row]} if path == "/v1/cartridges" else row)
+        return Reply(404)
 
-    def post(self, to: Any, body: dict[str, Any]) -> None:
-        if to.path == "/v1/cartridges/doc@1/evict" and self.cartridges:
+    def _posted(self, request: Request) -> Reply:
+        self.keys.add(request.headers.get("authorization") or "")
+        path, body = request.path, json.loads(request.body or b"{}")
+        if path == "/v1/cartridges/doc@1/evict" and self.cartridges:
             allowed = self.fault != "no admin"
             self.events += ["evict"] * allowed
             self.resident = self.resident and not allowed
-            to._send(200 if allowed else 403, {})
-        elif to.path == "/v1/cartridges/tokens" and self.cartridges:
+            return Reply(200 if allowed else 403)
+        if path == "/v1/cartridges/tokens" and self.cartridges:
             known = POSITIONS - (self.fault == "tells a part of the document")
-            to._send(200, {"token_ids": list(range(900, 900 + known))})
-        elif to.path == "/tokenize" and self.tokenizes:
-            to._send(200, {"tokens": [ord(c) for c in body["prompt"]]})
-        elif to.path == "/v1/completions":
-            self._answer(to, body)
-        else:
-            to._send(404, {})
+            return Reply(body={"token_ids": list(range(900, 900 + known))})
+        if path == "/tokenize" and self.tokenizes:
+            return Reply(body={"tokens": [ord(c) for c in body["prompt"]]})
+        return self._answer(body) if path == "/v1/completions" else Reply(404)
 
-    def _answer(self, to: Any, body: dict[str, Any]) -> None:
+    def _answer(self, body: dict[str, Any]) -> Reply:
         ids = body["prompt"]
         with self._lock:
             cached = self._cached(ids, body.get("cache_salt"))
@@ -146,52 +121,34 @@ class Mock:
             self.events.append(way)
         if self.fault == "errors sometimes" and len(self.events) % 5 == 0:
             self.events.append("error")
-            to._send(500, {"error": {"message": "EngineCore encountered an issue"}})
-            return
+            return Reply(500, body={"error": {"message": "EngineCore encountered an issue"}})
         if self.fault == "holds" and len(self.events) > 20:
             self.held.set()
             self.free.wait()
-        self._stream(to, body, ids, cached, way)
+        words = [hashlib.sha256(f"{ids}{n}".encode()).hexdigest()[:4] for n in range(body["max_tokens"])]
+        if self.fault == "other answers" and way in ("warm", "cold"):
+            words = ["?"] * len(words)
+        if self.fault == "no tokens" and len(ids) > 1:
+            words = []
+        usage = {"prompt_tokens": len(ids), "completion_tokens": len(words)}
+        events = [*({"choices": [{"text": word}]} for word in words), {"choices": [], "usage": usage}]
+        return Reply(body="".join(f"data: {line}\n\n" for line in (*map(json.dumps, events), "[DONE]")).encode())
 
     def _cached(self, ids: list[int], salt: Any) -> int:
         """Return how many tokens a prefix cache has, and keep these in it."""
         if self.fault == "one cache for all":
             salt = None
-        elif self.fault == "no prefix cache":
-            return 0
         blocks = [(salt, tuple(ids[:end])) for end in range(BLOCK, len(ids) + 1, BLOCK)]
         known = next((n for n, block in enumerate(blocks) if block not in self._cache), len(blocks))
         self._cache.update(blocks)
         return known * BLOCK
 
-    def _stream(self, to: Any, body: dict[str, Any], ids: list[int], cached: int, way: str) -> None:
-        to.send_response(200)
-        to.end_headers()
-        tokens = body["max_tokens"]
-        words = [hashlib.sha256(f"{ids}{n}".encode()).hexdigest()[:4] for n in range(tokens)]
-        if self.fault == "other answers" and way in ("warm", "cold"):
-            words = ["?"] * tokens
-        if self.fault == "no tokens" and len(ids) > 1:
-            words = []
-        for word in words:
-            event = {"choices": [{"text": word}]}
-            to.wfile.write(f"data: {json.dumps(event, ensure_ascii=False)}\n\n".encode())
-        usage = {"prompt_tokens": len(ids), "completion_tokens": len(words)}
-        to.wfile.write(f"data: {json.dumps({'choices': [], 'usage': usage})}\n\ndata: [DONE]\n\n".encode())
-
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., Mock]]:
     """Start mocks; they end with the test."""
-    started = []
-
-    def begin(*fault: str, **options: Any) -> Mock:
-        started.append(Mock(*fault, **options))
-        return started[-1]
-
-    yield begin
-    for mock in started:
-        mock.close()
+    with ExitStack() as stack:
+        yield lambda *fault, **options: stack.enter_context(Mock(*fault, **options))
 
 
 class Ran:
@@ -208,13 +165,13 @@ class Ran:
 
 
 @pytest.fixture
-def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ran]:
-    """Run the command against a mock, without pictures unless they are asked for."""
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: Callable[..., Mock]) -> Callable[..., Ran]:
+    """Run the command against a mock, or one with a fault, without pictures unless they are asked for."""
 
     monkeypatch.setattr(command, "TOKENS", 3)
 
-    def ran(mock: Mock, *options: str, pictures: bool = False) -> Ran:
-        out = tmp_path / "out"
+    def ran(mock: Mock | str, *options: str, pictures: bool = False) -> Ran:
+        out, mock = tmp_path / "out", start(mock) if isinstance(mock, str) else mock
         if not pictures:
             monkeypatch.setattr("lmcache_cartridge.make.bench.page.find_spec", lambda name: None)
         return Ran(main(["bench", "--url", mock.url, "--output", str(out), *(options or LENGTHS)]), out)
@@ -256,16 +213,12 @@ def test_every_way_is_measured_as_it_is_meant(
     ("fault", "way", "told"),
     [
         ("one cache for all", "dense", "that is not dense"),
-        ("no prefix cache", "prefix", "vLLM's prefix cache had 0"),
-        ("injects a part", "warm", "its connector brought 64"),
         ("injects a part", "cold", "its connector brought 32"),
         ("never resident", "warm", "was not in memory before"),
     ],
 )
-def test_a_run_that_is_none_of_its_way_is_in_no_figure(
-    start: Callable[..., Mock], bench: Any, fault: str, way: str, told: str
-) -> None:
-    ran = bench(start(fault), "--c", "1", "--repeat", "2")
+def test_a_run_that_is_none_of_its_way_is_in_no_figure(bench: Any, fault: str, way: str, told: str) -> None:
+    ran = bench(fault, "--c", "1", "--repeat", "2")
     assert ran.status == 1
     [row] = ran.of(way)
     assert row["requests"] == 0 and row["ttft_ms"] is None and told in " ".join(row["remarks"])
@@ -282,8 +235,8 @@ def test_the_counters_prove_a_way(way: Any, cached: tuple[int, int], is_so: bool
     assert (not_so(way, place, 2, cached, BLOCK) is None) == is_so
 
 
-def test_other_answers_with_a_cartridge_are_counted(start: Callable[..., Mock], bench: Any) -> None:
-    ran = bench(start("other answers"), "--c", "1", "--repeat", "3")
+def test_other_answers_with_a_cartridge_are_counted(bench: Any) -> None:
+    ran = bench("other answers", "--c", "1", "--repeat", "3")
     assert [row["equal"] for row in ran.of("warm") + ran.of("cold") + ran.of("prefix")] == [[0, 6], [0, 3], [6, 6]]
 
 
@@ -298,8 +251,8 @@ def test_errors_are_told_and_in_no_figure(start: Callable[..., Mock], bench: Any
     )
 
 
-def test_a_stream_without_tokens_is_an_error_and_nothing_measured(start: Callable[..., Mock], bench: Any) -> None:
-    ran = bench(start("no tokens"), "--ways", "dense", *LENGTHS)
+def test_a_stream_without_tokens_is_an_error_and_nothing_measured(bench: Any) -> None:
+    ran = bench("no tokens", "--ways", "dense", *LENGTHS)
     assert ran.status == 1 and ran.of("dense")[0]["ttft_ms"] is None and ran.of("dense")[0]["remarks"]
 
 
@@ -327,16 +280,16 @@ def test_a_server_without_counters_is_said_to_prove_nothing(start: Callable[...,
     assert "not told" in (ran.out / "report.html").read_text()
 
 
-def test_without_evicting_cold_is_left_out_and_said_why(start: Callable[..., Mock], bench: Any) -> None:
-    ran = bench(start("no admin"), "--c", "1", "--repeat", "2")
+def test_without_evicting_cold_is_left_out_and_said_why(bench: Any) -> None:
+    ran = bench("no admin", "--c", "1", "--repeat", "2")
     assert ran.status == 0 and not ran.of("cold") and ran.of("warm")
     assert "--set admin=true" in ran.remarks
 
 
 def test_a_given_p_means_the_cartridge_of_this_length_and_what_is_longer_than_the_context_is_left_out(
-    start: Callable[..., Mock], bench: Any
+    bench: Any,
 ) -> None:
-    ran = bench(start(), "--p", f"64,{POSITIONS},{LONGEST}", "--c", "1", "--repeat", "1")
+    ran = bench("", "--p", f"64,{POSITIONS},{LONGEST}", "--c", "1", "--repeat", "1")
     ways = {(row["p"], row["way"]) for row in ran.found["rows"]}
     assert ran.status == 0 and ways == {(64, "dense"), (64, "prefix")} | {(POSITIONS, way) for way in WAYS}
     assert "warm: p = 64: no cartridge of this length" in ran.remarks
@@ -519,9 +472,7 @@ def test_a_key_for_openai_is_not_shown_to_the_server(
     assert mock.keys == {""}
 
 
-def test_out_of_time_it_returns_what_there_is(
-    start: Callable[..., Mock], bench: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_out_of_time_it_returns_what_there_is(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, run = Clock(), load.Load.run
 
     def slow(*arguments: Any) -> load.Run:
@@ -530,7 +481,7 @@ def test_out_of_time_it_returns_what_there_is(
 
     monkeypatch.setattr(load.Load, "run", slow)
     monkeypatch.setattr(load.time, "monotonic", clock)
-    ran = bench(start(), "--ways", "dense", "--c", "1", "--repeat", "9", "--budget-s", "150")
+    ran = bench("", "--ways", "dense", "--c", "1", "--repeat", "9", "--budget-s", "150")
     assert len(ran.found["runs"]) == 2 and "budget of 150 s" in ran.found["stopped"]
 
 
