@@ -6,9 +6,7 @@ Simulated, a request at a time, over whole cartridges; whatever is asked for is 
 is `lmcache_cartridge/memory/replacement.py`; `tests/memory/test_replacement.py` holds that the tier does the same. Figures are the
 share of chunks that were in memory when asked for. The optimum (Belady) knows every request to come; of cartridges of unequal
 size it is an upper bound (PFOO-L: Berger, Beckmann, Harchol-Balter, "Practical bounds on optimal caching with variable object
-sizes", 2018). `knows the odds` has the most that a policy can have where requests are drawn independently (Aho, Denning, Ullman,
-"Principles of optimal page replacement", JACM 18(1), 1971): it keeps the cartridges that are asked for most, and has one place
-for the others. Where a load is not drawn so it has none.
+sizes", 2018).
 """
 
 from __future__ import annotations
@@ -35,9 +33,6 @@ class Load(NamedTuple):
     room: int
     sizes: dict[int, int] | None = None
     """Chunks of each; of one chunk all where there is none."""
-    is_drawn: bool = False
-    """Independently, number 0 most often."""
-    changes: bool = False
 
     def size(self, number: int) -> int:
         """Return the chunks of a cartridge."""
@@ -77,19 +72,16 @@ def loads(count: int, seed: int = SEED) -> list[Load]:
     chance = random.Random(seed)
     sizes = {number: chance.choice([1, 2, 4, 8, 16]) for number in range(40)}
     return [
-        Load("Zipf 1.0, 20 on 5", few["1.0"], 5, is_drawn=True),
-        Load("Zipf 0.6, 20 on 5", few["0.6"], 5, is_drawn=True),
-        Load("Zipf 1.4, 20 on 5", few["1.4"], 5, is_drawn=True),
+        Load("Zipf 1.0, 20 on 5", few["1.0"], 5),
+        Load("Zipf 0.6, 20 on 5", few["0.6"], 5),
+        Load("Zipf 1.4, 20 on 5", few["1.4"], 5),
         Load("a third scans, 20 on 5", scanned(20, count, seed), 5),
         Load("a loop, 20 on 5", [turn % 20 for turn in range(count)], 5),
-        Load("Zipf 1.0, 100 on 10", zipf(100, 1.0, count, seed), 10, is_drawn=True),
+        Load("Zipf 1.0, 100 on 10", zipf(100, 1.0, count, seed), 10),
         Load("a third scans, 100 on 10", scanned(100, count, seed), 10),
         Load("unequal sizes, 40", zipf(40, 1.0, count, seed), sum(sizes.values()) // 4, sizes),
-        *[
-            Load(f"others after {every}", changing(20, count, seed, every), 5, changes=True)
-            for every in (50, 100, 200, 500, 2000)
-        ],
-        Load("ever new ones", [turn // 40 + n for turn, n in enumerate(few["1.0"])], 5, changes=True),
+        *[Load(f"others after {every}", changing(20, count, seed, every), 5) for every in (50, 100, 200, 500, 2000)],
+        Load("ever new ones", [turn // 40 + n for turn, n in enumerate(few["1.0"])], 5),
     ]
 
 
@@ -129,20 +121,6 @@ class Lfu:
         while not hit and free < size:
             free += self.here.pop(min(self.here, key=self.uses.__getitem__))
         self.here[number] = size
-        return hit
-
-
-class Odds:
-    """The one with the highest number leaves, never the newest: where that has the lowest probability, the best."""
-
-    def __init__(self, room: int) -> None:
-        self.room, self.here = room, set[int]()
-
-    def ask(self, number: int, size: int) -> bool:
-        hit = number in self.here
-        if not hit and len(self.here) == self.room:
-            self.here.remove(max(self.here))
-        self.here.add(number)
         return hit
 
 
@@ -202,7 +180,7 @@ class Ours:
 
 
 POLICIES: dict[str, Callable[[int], Policy]] = {
-    "ours": Ours, "LRU": Lru, "LFU": Lfu, "W-TinyLFU": TinyLfu, "knows the odds": Odds,
+    "ours": Ours, "LRU": Lru, "LFU": Lfu, "W-TinyLFU": TinyLfu
 }  # fmt: skip
 
 
@@ -263,11 +241,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         report.say(load.name)
         asked = sum(map(load.size, load.requests))
         hits = {"optimum": optimum(load)}
-        hits |= {
-            name: found(load, make(load.room))
-            for name, make in POLICIES.items()
-            if name != "knows the odds" or load.is_drawn
-        }
+        hits |= {name: found(load, make(load.room)) for name, make in POLICIES.items()}
         figures += [report.Figure.share(one, asked, "hits", load=load.name, policy=name) for name, one in hits.items()]
     bench.publish(figures)
 
