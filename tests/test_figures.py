@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import sys
 import xml.etree.ElementTree as ET
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -76,58 +74,68 @@ def test_a_figure_typed_by_hand_is_seen(hand: str) -> None:
     assert typed(f"words <!-- made by docs/generate.py: saves -->\n{hand}\n<!-- end --> words") == []
 
 
+class Results:
+    """A result of ttft of a small package, to be changed, and what the pages say of it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.code = directory / "code"
+        self.code.mkdir()
+        (self.code / "memory.py").write_text("x = 1\n")
+        ways = {"dense": 3.0, "prefix": 0.5, "warm": 0.7}
+        bench = report.Benchmark("benchmarks/ttft.py", "Time.", ["memory"])
+        bench.start(["--out", str(directory / "results")])
+        self.path = bench.publish(
+            [
+                report.Figure.of([s], "first token", "s", way=way, p=1024, c=c)
+                for way, s in ways.items()
+                for c in (1, 16)
+            ]
+        )
+        self.record = json.loads(self.path.read_text())
+        self.write(measures=["memory.py"], digest=report.digest(["memory.py"], self.code))
+
+    def write(self, file: str = "ttft.json", **changes: Any) -> None:
+        self.record |= changes
+        self.path.with_name(file).write_bytes(msgspec.json.encode(self.record))
+
+    def read(self) -> figures.Results:
+        is_todays = lambda result: result.digest == report.digest(result.measures, self.code)  # noqa: E731
+        return figures.Results(self.path.parent, is_todays)
+
+    def said(self, benchmark: str = "ttft", **options: Any) -> str:
+        return figures.section(self.read(), benchmark, **options)
+
+
 @pytest.fixture
-def results(tmp_path: Path) -> Iterator[Any]:
-    """Write a result of ttft of a small package, and yield its file, the package, and what reads both."""
-    code = tmp_path / "code"
-    code.mkdir()
-    (code / "memory.py").write_text("x = 1\n")
-    ways = {"dense": 3.0, "prefix": 0.5, "warm": 0.7}
-    bench = report.Benchmark("benchmarks/ttft.py", "Time.", ["memory"])
-    bench.start(["--out", str(tmp_path / "results")])
-    path = bench.publish(
-        [report.Figure.of([s], "first token", "s", way=way, p=1024, c=c) for way, s in ways.items() for c in (1, 16)]
-    )
-    record = json.loads(path.read_text()) | {"measures": ["memory.py"], "digest": report.digest(["memory.py"], code)}
-    path.write_text(json.dumps(record))
-
-    def read() -> figures.Results:
-        return figures.Results(path.parent, lambda result: result.digest == report.digest(result.measures, code))
-
-    yield path, code, read
-    shutil.rmtree(path.parent)
+def results(tmp_path: Path) -> Results:
+    return Results(tmp_path)
 
 
-def test_a_figure_of_other_code_is_left_out_and_the_command_stands_there(results: Any) -> None:
-    path, code, read = results
-    before = figures.section(read(), "ttft")
+def test_a_figure_of_other_code_is_left_out_and_the_command_stands_there(results: Results) -> None:
+    before = results.said()
     assert "| 1 | 3,000 | 500 | 700 |" in before and "To be measured again" not in before
-    (code / "memory.py").write_text('"""Why."""\nx = 1  # because\n')
-    assert figures.section(read(), "ttft") == before
-    (code / "memory.py").write_text("x = 2\n")
-    assert figures.section(read(), "ttft") == "To be measured again: `python benchmarks/ttft.py`."
+    (results.code / "memory.py").write_text('"""Why."""\nx = 1  # because\n')
+    assert results.said() == before
+    (results.code / "memory.py").write_text("x = 2\n")
+    assert results.said() == "To be measured again: `python benchmarks/ttft.py`."
 
 
-def test_what_is_slower_than_its_peer_says_so_at_each_number_of_requests(results: Any) -> None:
-    _, _, read = results
-    lines = figures.section(read(), "ttft").splitlines()
-    assert lines[0] == "First token, ms, p = 1,024:"
-    assert "| c | dense | prefix | warm | warm / dense | warm / prefix |" in lines
-    assert "| 1 | 3,000 | 500 | 700 | 0.233 | 1.4, **slower** |" in lines
-    assert "| 16 | 3,000 | 500 | 700 | 0.233 | 1.4, **slower** |" in lines
+def test_what_is_slower_than_its_peer_says_so_at_each_number_of_requests(results: Results) -> None:
+    assert results.said().splitlines() == [
+        "First token, ms, p = 1,024:", "",
+        "| c | dense | prefix | warm | warm / dense | warm / prefix |", "| --- | --- | --- | --- | --- | --- |",
+        *(f"| {c} | 3,000 | 500 | 700 | 0.233 | 1.4, **slower** |" for c in (1, 16)),
+    ]  # fmt: skip
 
 
-def test_of_many_cases_the_ends_of_their_ratios_stand_there(results: Any) -> None:
-    path, _, read = results
-    record = json.loads(path.read_text()) | {"benchmark": "replacement"}
+def test_of_many_cases_the_ends_of_their_ratios_stand_there(results: Results) -> None:
     hits = [(f"load {n}", policy, share) for n in range(7) for policy, share in (("ours", 60 + n), ("LRU", 60))]
     some = [report.Figure.share(share, 100, "hits", load=load, policy=policy) for load, policy, share in hits]
-    path.write_text(json.dumps({**record, "figures": [msgspec.to_builtins(one) for one in some]}))
-    assert "- ours / LRU: 1 to 1.1" in figures.section(read(), "replacement")
+    results.write(benchmark="replacement", figures=some)
+    assert "- ours / LRU: 1 to 1.1" in results.said("replacement")
 
 
-def test_a_table_says_how_many_samples_and_what_they_are_of(results: Any) -> None:
-    path, _, read = results
+def test_a_table_says_how_many_samples_and_what_they_are_of(results: Results) -> None:
     some = [
         report.Figure.of([1.0, 2.0, 3.0], "time", "s", way="a", c=1),
         report.Figure.of([1.0], "time", "s", way="b", c=1),
@@ -139,36 +147,30 @@ def test_a_table_says_how_many_samples_and_what_they_are_of(results: Any) -> Non
         "| a | 2,000 (1,500-2,500) | 75 (30.1-95.4) |",
         "| b | 1,000 | |",
     ]
-    said = figures.about(read().of("ttft"))
-    assert said.startswith("- ttft: ") and json.loads(path.read_text())["commit"][:9] in said
+    said = figures.about(results.read().of("ttft"))
+    assert said.startswith("- ttft: ") and results.record["commit"][:9] in said
 
 
-def test_of_contenders_whose_figures_are_not_shown_the_ends_stand_there(results: Any) -> None:
-    path, _, read = results
-    record = json.loads(path.read_text())
+def test_of_contenders_whose_figures_are_not_shown_the_ends_stand_there(results: Results) -> None:
     some = [report.Figure.of([s], "first token", "s", way="localcpu", p=1024, c=c) for c, s in ((1, 0.35), (16, 0.7))]
-    path.write_text(json.dumps(record | {"figures": record["figures"] + [msgspec.to_builtins(one) for one in some]}))
+    results.write(figures=results.record["figures"] + some)
     ends = "First token:\n\n- warm / localcpu: 1 to 2, **slower**"
-    assert figures.section(read(), "ttft").endswith(f"|\n\n{ends}")
-    assert figures.section(read(), "ttft", tables=False) == ends
+    assert results.said().endswith(f"|\n\n{ends}") and results.said(tables=False) == ends
 
 
-def test_of_the_qualities_the_best_press_of_a_length_stands_there(results: Any) -> None:
-    path, _, read = results
+def test_of_the_qualities_the_best_press_of_a_length_stands_there(results: Results) -> None:
     ways = {"compact 4x": 99, "APress 4x": 30, "BPress 4x": 40, "APress 8x": 20, "train 4x, not refined": 98}
     some = [report.Figure.share(n, 100, "exact answers", model="model", way=way) for way, n in ways.items()]
     some += [report.Figure.of([9.0], "making", "s", model=m, way="compact 4x") for m in ("model", "other")]
-    record = json.loads(path.read_text()) | {"benchmark": "quality"}
-    path.write_text(json.dumps({**record, "figures": [msgspec.to_builtins(one) for one in some]}))
-    said = figures.section(read(), "quality")
+    results.write(benchmark="quality", figures=some)
+    said = results.said("quality")
     assert re.findall(r"^\| (\w.*?) \|", said, re.M) == ["way", "compact 4x", "BPress 4x", "APress 8x"]
     assert "making, ms, model |" in said and "other" not in said
 
 
-def test_what_was_measured_on_the_same_is_said_once(results: Any) -> None:
-    path, _, read = results
-    path.with_name("other.json").write_text(json.dumps(json.loads(path.read_text()) | {"note": "beside other work"}))
-    one, other = figures.about(read().of("ttft")).splitlines()
+def test_what_was_measured_on_the_same_is_said_once(results: Results) -> None:
+    results.write("other.json", note="beside other work")
+    one, other = figures.about(results.read().of("ttft")).splitlines()
     assert " cores of " in one and "on the same" not in one
     assert "; on the same; commit " in other and " cores of " not in other
     assert [("; beside other work;" in line) for line in (one, other)].count(True) == 1
@@ -186,15 +188,12 @@ def test_what_all_cases_have_in_common_stands_before_the_table() -> None:
     ]
 
 
-def test_a_result_of_the_smallest_form_is_in_no_page(results: Any) -> None:
-    path, _, read = results
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"form": "smoke"}))
-    assert read().of("ttft") == []
+def test_a_result_of_the_smallest_form_is_in_no_page(results: Results) -> None:
+    results.write(form="smoke")
+    assert results.read().of("ttft") == []
 
 
-def test_of_model_families_the_sound_are_named_and_of_others_it_is_said_why(results: Any) -> None:
-    path, _, read = results
-    record = json.loads(path.read_text()) | {"benchmark": "models"}
+def test_of_model_families_the_sound_are_named_and_of_others_it_is_said_why(results: Results) -> None:
     rows = [
         ("llama", "in-process", "yes", ""),
         ("llama", "multiprocess", "yes", ""),
@@ -202,22 +201,21 @@ def test_of_model_families_the_sound_are_named_and_of_others_it_is_said_why(resu
     ]
     rows += [("odd", "in-process", "NO", ""), ("rwkv", "all", "yes", "refused: no KV")]
     rows += [("gpt", mode, "yes", f"no chains: {'long ' * 40}") for mode in ("in-process", "multiprocess")]
-    record["figures"] = [
+    some = [
         report.Figure.counted(
             mark == "yes", "sound", "", model=model, mode=mode, sound=mark, **({"note": note} if note else {})
         )
         for model, mode, mark, note in rows
     ] + [report.Figure.counted(7e-5, "cartridge", "nats", model="llama", mode="in-process")]
-    path.write_text(json.dumps({**record, "figures": [msgspec.to_builtins(one) for one in record["figures"]]}))
-    said = figures.section(read(), "models")
+    results.write(benchmark="models", figures=some)
+    said = results.said("models")
     assert "in every mode: llama. Nats off at most: cartridge 7e-05." in said
     assert "- mamba, rwkv: all: refused: no KV\n- odd: in-process: not the answers of the prompt" in said
     assert re.search(r"\n- gpt: in-process, multiprocess: no chains: (long ){10,14}\.\.\.$", said)
 
 
-def test_a_picture_has_a_dot_for_each_figure_where_its_value_is(results: Any) -> None:
-    _, _, read = results
-    svg = ET.fromstring(picture.drawn(read().of("ttft")[0], "first token", "way", ("dense", "prefix", "warm")))
+def test_a_picture_has_a_dot_for_each_figure_where_its_value_is(results: Results) -> None:
+    svg = ET.fromstring(picture.drawn(results.read().of("ttft")[0], "first token", "way", ("dense", "prefix", "warm")))
     words = [text.text for text in svg.findall("{*}text")]
     assert {"p = 1,024, c = 1", "p = 1,024, c = 16", "100 ms", "1,000 ms", "10,000 ms"} <= set(words)
     assert [words.count(f"{ms} ms") for ms in ("3,000", "500", "700")] == [2, 2, 2]
