@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import logging
 import os
 import shutil
 import tempfile
@@ -38,6 +39,14 @@ os.environ.setdefault("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "60")
 def own_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give each test a download cache of its own: artefacts of one test may be those of another, to the byte."""
     monkeypatch.setenv(CACHE, str(Path(os.environ[CACHE]) / str(next(_caches))))
+
+
+@pytest.fixture
+def vllm_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    """Return what is logged as vLLM's own: where vLLM was imported it keeps that to itself, and where it was to be quiet drops it."""
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    caplog.set_level(logging.INFO, "vllm")
+    return caplog
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import logging
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -112,9 +111,8 @@ def test_states_tell_the_quarantined_from_the_refused(watched: Watched, url: str
 
 
 def test_why_the_registry_cannot_be_read_is_answered_and_logged(
-    watched: Watched, url: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    watched: Watched, url: str, vllm_log: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)  # which vLLM switches off
     path = watched.settings.registry_path
     path.write_bytes(b"no database" * 1000)
     for query in ("", "/a"):
@@ -123,8 +121,8 @@ def test_why_the_registry_cannot_be_read_is_answered_and_logged(
         said = json.load(caught.value)["error"]["message"]
         assert caught.value.code == 503
         assert "file is not a database" in said and str(path.parent) not in said
-        assert f"{path}: file is not a database" in caplog.text
-        caplog.clear()
+        assert f"{path}: file is not a database" in vllm_log.text
+        vllm_log.clear()
 
 
 def test_top_shows_what_is_active_beyond_the_first_page(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
 import sqlite3
 from contextlib import closing
@@ -60,9 +59,8 @@ def test_of_a_context_that_is_not_changed_wholly_the_rest_stays(settings: Settin
 
 
 def test_a_home_of_another_release_is_served_without_its_contexts(
-    settings: Settings, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    settings: Settings, vllm_log: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)  # which vLLM switches off
     maker = maker_of(settings)
     root = maker.root(kept(settings, maker, "old"))
     make_artifact(settings.cartridges_dir / "ours" / "1", cartridge_id="ours", positions=32)
@@ -71,10 +69,10 @@ def test_a_home_of_another_release_is_served_without_its_contexts(
     with closing(sqlite3.connect(table)) as db, db:
         db.execute("ALTER TABLE contexts DROP COLUMN error")
     assert Resolver(settings).contexts.of(["old"]) == {}, "a server where nobody may make any"
-    assert str(table) in caplog.text
+    assert str(table) in vllm_log.text
     maker_of(settings).clear()
     assert [row.id for row in Registry(settings.registry_path).all()] == ["ours"]
-    assert not root.parent.exists() and str(root.parent) in caplog.text
+    assert not root.parent.exists() and str(root.parent) in vllm_log.text
     assert maker_of(settings).table.of(["old"]) == {}
 
 
