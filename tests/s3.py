@@ -15,6 +15,7 @@ import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Iterator
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -90,17 +91,20 @@ class _Server:
             region_name="us-east-1", config=Config(s3={"addressing_style": "path"}),
         )  # fmt: skip
 
-    def _wait(self, root: Path) -> None:
-        for _ in range(600):
-            try:
-                urllib.request.urlopen(self.endpoint, timeout=5).close()
-                return
-            except urllib.error.HTTPError as error:
-                error.close()
-                return
-            except OSError:
-                time.sleep(0.1)
-        raise TimeoutError(f"{self.endpoint} does not answer; its logs lie in {root}")
+    def _wait(self, root: Path, *ports: int) -> None:
+        """Wait until what listens on each port answers, whatever it does."""
+        for port in ports:
+            for _ in range(600):
+                try:
+                    urllib.request.urlopen(f"http://127.0.0.1:{port}", timeout=5).close()
+                except urllib.error.HTTPError as error:
+                    error.close()
+                except (OSError, HTTPException):
+                    time.sleep(0.1)
+                    continue
+                break
+            else:
+                raise TimeoutError(f"nothing answers on port {port}; its logs lie in {root}")
 
 
 class MotoServer(_Server):
@@ -121,7 +125,7 @@ class MotoServer(_Server):
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
-        self._wait(self._root)
+        self._wait(self._root, self.port)
 
     def kill(self) -> None:
         """End it at once."""
@@ -145,7 +149,7 @@ class S3Server(_Server):
         return self._ports["proxy"]
 
     def start(self) -> None:
-        """Start what does not run and wait until the server answers."""
+        """Start what does not run and wait until all of it answers: without the others the proxy answers 503."""
         for kind in self._ports:
             if kind not in self._processes:
                 server = Path(sys.executable).with_name(f"swift-{kind}-server")
@@ -158,7 +162,7 @@ class S3Server(_Server):
                         stdin=subprocess.DEVNULL,
                         start_new_session=True,
                     )
-        self._wait(self._root)
+        self._wait(self._root, *self._ports.values())
 
     def kill(self, *kinds: str) -> None:
         """End the server at once, or only some of its processes: `proxy` is the one that clients connect to."""
