@@ -258,6 +258,11 @@ class Entries:
         """Whether a cartridge can be served, were it not for a quarantine."""
         return self._row(digest) is not None
 
+    def is_in_place(self, digest: str) -> bool:
+        """Whether a cartridge can be served from where the registry has it."""
+        named = filter(None, map(self._registered.get, self.names_of(digest)))
+        return self._location_of(digest) in {one.location for one in named}
+
     def names(self) -> list[str]:
         """Return `id@version` of every registered cartridge that is served now."""
         with self._lock:

@@ -6,6 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 
 from ..artifact.cartridge import Place
 from ..artifact.reading import load_token_ids
-from ..errors import CartridgeError
+from ..errors import CartridgeError, RegistryError
 from ..library.catalog import Catalog, Needed
 from ..library.index import ChunkKey
 from ..library.manifest_cache import ManifestCache
@@ -229,8 +230,8 @@ class CartridgeStore:
         """Return a claim on a cartridge or chain, the caller's to poll and close. Does not block: what there is to read
         is read in the background.
 
-        `places` tells by digest where those lie that the registry did not know of when it was last looked at. `room`
-        returns why so many chunks are too many for whoever copies them, None if they are not.
+        `places` tells by digest where they lie, as the registry may not when it was last looked at. `room` returns why so
+        many chunks are too many for whoever copies them, None if they are not.
         """
         opening = self._opening(tag, dict(places), room)
         claim = Claim(tag, opening, partial(self._refusal, tag), self._clock)
@@ -243,12 +244,14 @@ class CartridgeStore:
     ) -> Iterator[Reservation | Readiness | None]:
         """See `Claim`."""
         self._catalog.keep(tag)
-        unknown = {digest: place for digest, place in places.items() if not self._catalog.knows(digest)}
+        elsewhere = {
+            digest: place for digest, place in places.items() if place.location not in self._catalog.locations(digest)
+        }
         try:
-            if unknown or not self._catalog.is_at_hand(tag):
-                where = {place.location for place in unknown.values()} | self._catalog.locations(tag)
-                task = tag, tuple(unknown.items())
-                reading = self._reads.submit(task, partial(self._read, tag, unknown), where)
+            if elsewhere or not self._catalog.is_at_hand(tag):
+                where = {place.location for place in elsewhere.values()} | self._catalog.locations(tag)
+                task = tag, tuple(elsewhere.items())
+                reading = self._reads.submit(task, partial(self._read, tag, elsewhere), where)
                 while not reading.done():
                     yield None
                 needed = reading.result()
@@ -269,9 +272,15 @@ class CartridgeStore:
             yield tier.hold(keys, whole=any(needed))
 
     def _read(self, tag: str, places: Mapping[str, Place]) -> Needed:
-        """Read what a tag names, and return what `Catalog.require` does. Blocks."""
+        """Read what a tag names, and return what `Catalog.require` does. Blocks.
+
+        What is known from another place may be gone from there: the registry, looked at again, says so.
+        """
+        if any(map(self._catalog.knows, places)):
+            with suppress(RegistryError):
+                self.refresh()
         for digest, place in places.items():
-            if not self._catalog.knows(digest):
+            if not self._catalog.is_in_place(digest):
                 self._catalog.add(digest, place)
         return self._catalog.require(tag)
 

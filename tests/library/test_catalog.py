@@ -258,6 +258,40 @@ def test_what_was_named_by_its_path_is_forgotten_when_nobody_uses_it(
         catalog.require(digest)
 
 
+@pytest.mark.parametrize("named", [True, False], ids=["named", "by path"])
+@pytest.mark.parametrize("seen", [True, False], ids=["removal seen", "removal not seen"])
+def test_what_is_gone_from_where_it_was_is_read_from_where_a_claim_says(
+    home: Home, opened: Callable, named: bool, seen: bool
+) -> None:
+    made = home.make(positions=72)
+    store, digest, prompt = opened(), made.manifest.digest, prompt_for(home, made)
+    moved = Place(home.path / "moved", str(home.path / "moved"))
+    shutil.move(home.root(), moved.root)
+    home.registry.remove("doc")
+    if seen:
+        store.refresh()
+    if named:
+        home.registry.register(moved.root)
+    claim = read(store.claim(digest, {digest: moved}))
+    until(lambda: claim.poll().ready)
+    assert_served(store, made, prompt._replace(tag=digest))
+    assert catalog_of(store).locations(digest) == {moved.location}
+    assert store.names() == (["doc@1"] if named else [])
+
+
+def test_where_two_copies_are_registered_a_claim_on_one_is_served_from_either(home: Home, opened: Callable) -> None:
+    made = home.make(positions=72)
+    store, digest = opened(), made.manifest.digest
+    copy = Place(home.path / "copy", str(home.path / "copy"))
+    shutil.copytree(home.root(), copy.root)
+    home.registry.register(copy.root, version=2)
+    store.refresh()
+    where = catalog_of(store).locations(digest)
+    for place in (copy, Place(home.root(), str(home.root()))):
+        until(lambda place=place: read(store.claim(digest, {digest: place})).poll().ready)
+        assert catalog_of(store).locations(digest) == where
+
+
 def test_an_artefact_on_a_server_that_is_away_leaves_the_others_served(
     home: Home, opened: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
