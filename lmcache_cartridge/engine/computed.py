@@ -54,7 +54,7 @@ async def answer(
     raise UnsupportedEngine("the engine could not compute it")
 
 
-async def heads(
+async def kv_of(
     engine: Any, client: ControlClient, ids: list[int], name: str, model: Fingerprint, chunk_tokens: int, adapter: Any
 ) -> AsyncIterator[bytes]:
     """Have the engine compute some tokens, with an `adapter` or None, alone under the salt `name`, and yield the KV of each chunk

@@ -31,8 +31,13 @@ class Adapter(NamedTuple):
     is_loading: bool = False
     """Whether that has yet to be found out."""
 
+    def check(self) -> None:
+        """Raise `Refusal` where it has no digest."""
+        if self.digest is None:
+            raise Refusal(503 if self.is_loading else 422, self.problem, retry_after_s=1 if self.is_loading else None)
 
-class Head(NamedTuple):
+
+class Prefix(NamedTuple):
     """What a context is made of: the first tokens of prompts, as one model computes them."""
 
     ids: list[int]
@@ -126,14 +131,12 @@ def check(selection: Selection, adapter: Adapter | None) -> None:
             422, f"{selection.names} was made with the base model, and the LoRA adapter {name} computes other KV; ask the "
             "base model, or make one by `build --lora`",
         )  # fmt: skip
-    elif adapter.is_loading:
-        raise Refusal(503, adapter.problem, retry_after_s=1)
-    elif adapter.digest is None:
-        raise Refusal(422, adapter.problem)
-    elif adapter.digest != wanted:
-        raise Refusal(
-            422, f"{selection.names} was made with another LoRA adapter than {name}, or with other weights of it"
-        )
+    else:
+        adapter.check()
+        if adapter.digest != wanted:
+            raise Refusal(
+                422, f"{selection.names} was made with another LoRA adapter than {name}, or with other weights of it"
+            )
 
 
 def _directory(request: LoRARequest) -> Path:

@@ -16,7 +16,7 @@ from ..engine import host_api
 from ..errors import ArtifactError, CartridgeError, ManifestError, RegistryError
 from ..library.quarantine import Quarantine
 from ..library.registry import Registry, RegistryEntry
-from .adapters import Head
+from .adapters import Prefix
 from .chat import begun
 from .contexts import Context, Patched, Posted
 from .http import current, error, tenants_of
@@ -106,8 +106,8 @@ def add_routes(app: FastAPI, admission: Admission, drain: Drain) -> None:
         if [text, posted.messages, posted.token_ids].count(None) != 2:
             raise Refusal(400, "give one of `document`, `messages` and `token_ids`")
         adapter = await admission.adapters.of(posted.model)
-        if adapter is not None and adapter.digest is None:
-            raise Refusal(503 if adapter.is_loading else 422, adapter.problem, retry_after_s=1)
+        if adapter is not None:
+            adapter.check()
         tokenized = partial(host_api.tokenized, request)
         try:
             if posted.messages is not None:
@@ -117,7 +117,7 @@ def add_routes(app: FastAPI, admission: Admission, drain: Drain) -> None:
         except (ArtifactError, KeyError, TypeError) as error:
             raise Refusal(400, f"the text is not taken: {error}") from None
         current().tenants = tenants_of(posted.cache_salt, current().api_key)
-        shown = await one((await maker().post(Head(ids, chat, adapter), posted, current().tenants[0])).id)
+        shown = await one((await maker().post(Prefix(ids, chat, adapter), posted, current().tenants[0])).id)
         return JSONResponse(shown, 200 if shown["digest"] else 202)
 
     @router.get("/{name}/files/{file}")

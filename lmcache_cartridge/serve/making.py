@@ -22,12 +22,12 @@ from ..artifact.manifest import Provenance, check_id
 from ..artifact.model import Fingerprint
 from ..artifact.reading import load_manifest
 from ..artifact.writing import ArtifactWriter
-from ..engine.computed import ANSWER, QUESTION, canary, heads
+from ..engine.computed import ANSWER, QUESTION, canary, kv_of
 from ..engine.trust import CONTEXT
 from ..errors import ArtifactError, CartridgeError, CartridgeNotFound, SourceError, UnsupportedEngine
 from ..library.registry import Registry
 from ..sources.published import Library
-from .adapters import Head
+from .adapters import Prefix
 from .contexts import STATE, Context, Patched, Posted
 from .marks import Mark
 from .metrics import requests
@@ -75,12 +75,12 @@ class Maker:
         self.table.create()
         await asyncio.to_thread(self.clear if self._library is None else self._library.registry.begin)
 
-    async def post(self, head: Head, posted: Posted, tenant: str) -> Context:
+    async def post(self, prefix: Prefix, posted: Posted, tenant: str) -> Context:
         """Have a context made unless there is one, and wait a while.
 
         Raises `Refusal` and `CartridgeError`.
         """
-        context, _ = await self._begun(head, posted, tenant)
+        context, _ = await self._begun(prefix, posted, tenant)
         if context.digest:
             return await asyncio.to_thread(self.patch, context, posted)
         if making := self._making.get(context.id):
@@ -88,21 +88,21 @@ class Maker:
             return making.result() if done else context
         return context
 
-    async def _begun(self, head: Head, posted: Posted, tenant: str) -> tuple[Context, bool]:
-        """Return the context of a head, and whether it was none and is made from now on. Raises as `post` does."""
+    async def _begun(self, prefix: Prefix, posted: Posted, tenant: str) -> tuple[Context, bool]:
+        """Return the context of a prefix, and whether it was none and is made from now on. Raises as `post` does."""
         try:
             self.check(posted)
-            context, is_new = await asyncio.to_thread(self._add, head, posted, tenant)
+            context, is_new = await asyncio.to_thread(self._add, prefix, posted, tenant)
         except (Refusal, CartridgeError):
             requests().count("contexts", "refused")
             raise
         if is_new:
-            self._making[context.id] = task = asyncio.create_task(self._make(context, head, posted))
+            self._making[context.id] = task = asyncio.create_task(self._make(context, prefix, posted))
             task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         return context, is_new
 
-    async def keep(self, head: Head, marks: Sequence[Mark], tenant: str) -> int:
-        """Have contexts made of what is marked of a head, or kept longer where there are; return how many tokens the longest
+    async def keep(self, prefix: Prefix, marks: Sequence[Mark], tenant: str) -> int:
+        """Have contexts made of what is marked of a prefix, or kept longer where there are; return how many tokens the longest
         has that is made from now on. What settings leave no room for is not made.
         """
         most = 0
@@ -111,7 +111,7 @@ class Maker:
                 most_s = self._settings.contexts_ttl_s
                 posted = Posted(ttl=min(ttl_s * (_SPARE if self._library else 1), most_s), labels=None)
                 context, is_new = await self._begun(
-                    head._replace(ids=head.ids[: min(tokens, self._longest)]), posted, tenant
+                    prefix._replace(ids=prefix.ids[: min(tokens, self._longest)]), posted, tenant
                 )
                 if is_new:
                     most = context.tokens
@@ -119,12 +119,12 @@ class Maker:
                     await asyncio.to_thread(self.patch, context, posted)
         return most
 
-    def longest(self, head: Head, tenant: str) -> Context | None:
-        """Return the longest context of a tenant that a head begins with, as far as it ends with a chunk. Blocks."""
+    def longest(self, prefix: Prefix, tenant: str) -> Context | None:
+        """Return the longest context of a tenant that a prefix begins with, as far as it ends with a chunk. Blocks."""
         digest, keys = blake3(tenant.encode()), []
-        for start in range(0, len(head.ids), self.chunk):
-            digest.update(np.array(head.ids[start : start + self.chunk], "<u4").tobytes())
-            keys.append(digest.copy().update(head.apart).hexdigest())
+        for start in range(0, len(prefix.ids), self.chunk):
+            digest.update(np.array(prefix.ids[start : start + self.chunk], "<u4").tobytes())
+            keys.append(digest.copy().update(prefix.apart).hexdigest())
         return next((Context(*row) for row in self._run(_LONGEST, json.dumps(keys), time.time())), None)
 
     def check(self, patched: Patched) -> None:
@@ -134,16 +134,16 @@ class Maker:
         if patched.ttl is not None and not 0 < patched.ttl <= self._settings.contexts_ttl_s:
             raise Refusal(400, f"ttl is above 0 seconds, {self._settings.contexts_ttl_s:g} at most")
 
-    def _add(self, head: Head, posted: Posted, tenant: str) -> tuple[Context, bool]:
-        """Return the context of a head, and whether it is a new one. Raises `Refusal` and `CartridgeError`."""
-        ids = head.ids
+    def _add(self, prefix: Prefix, posted: Posted, tenant: str) -> tuple[Context, bool]:
+        """Return the context of a prefix, and whether it is a new one. Raises `Refusal` and `CartridgeError`."""
+        ids = prefix.ids
         if not 0 < len(ids) <= self._longest or not 0 <= min(ids) <= max(ids) < self._model.vocab_size:
             raise Refusal(
                 400,
                 f"a context has 1 to {self._longest} tokens, each below {self._model.vocab_size}; this has {len(ids)}",
             )
         now, name = time.time(), posted.id
-        key = blake3(tenant.encode() + np.array(ids, "<u4").tobytes() + head.apart).hexdigest()
+        key = blake3(tenant.encode() + np.array(ids, "<u4").tobytes() + prefix.apart).hexdigest()
         for there in map(Context._make, self._run(_LIVING, key, name, now)):
             if there.key != key or name not in (None, there.id):
                 raise Refusal(409, f"{there.id} is in use, or has this text; choose another id, or delete it first")
@@ -199,11 +199,11 @@ class Maker:
             self._run("UPDATE contexts SET expires_at = ? WHERE id = ?", context.expires_at, context.id)
         return context
 
-    async def _make(self, context: Context, head: Head, posted: Posted) -> Context:
+    async def _make(self, context: Context, prefix: Prefix, posted: Posted) -> Context:
         """Make a context and return it; what was not made is soon removed. Raises `Refusal` and `CartridgeError`."""
         try:
             async with self._turn:
-                context = await self._written(context, head)
+                context = await self._written(context, prefix)
             context = await asyncio.to_thread(self._registered, context, posted)
             requests().count("contexts", "made")
             requests().context_seconds.observe(time.time() - context.created_at)
@@ -235,15 +235,18 @@ class Maker:
         # The same text again lies where it lay: workers look there for KV of its digest that they have just heard of.
         return self._settings.contexts_dir / context.key / "1"
 
-    async def _written(self, context: Context, head: Head) -> Context:
-        """Have the engine compute a head, write what it has, and try that. Raises `CartridgeError` and `Refusal`."""
-        name, root, engine, ids = uuid.uuid4().hex, self.root(context), self._engine, head.ids
-        adapter, model = head.adapter and head.adapter.request, msgspec.structs.replace(self._model, lora=head.lora)
+    async def _written(self, context: Context, prefix: Prefix) -> Context:
+        """Have the engine compute a prefix, write what it has, and try that. Raises `CartridgeError` and `Refusal`."""
+        name, root, engine, ids = uuid.uuid4().hex, self.root(context), self._engine, prefix.ids
+        adapter, model = (
+            prefix.adapter and prefix.adapter.request,
+            msgspec.structs.replace(self._model, lora=prefix.lora),
+        )
         with ArtifactWriter(
             root, cartridge_id=context.id, version=1, kind="prefill", fingerprint=model, token_ids=np.array(ids),
-            chunk_tokens=self.chunk, chat=head.chat,
+            chunk_tokens=self.chunk, chat=prefix.chat,
         ) as writer:  # fmt: skip
-            async for raw in heads(engine, self._admission.client, ids, name, model, self.chunk, adapter):
+            async for raw in kv_of(engine, self._admission.client, ids, name, model, self.chunk, adapter):
                 await asyncio.to_thread(writer.write, raw)
                 self._done[context.id] += self.chunk
             about = Provenance("POST /v1/cartridges", time.strftime("%FT%TZ", time.gmtime()))
@@ -256,7 +259,7 @@ class Maker:
         selection = Selection((manifest,), ((str(root), str(root)),), tuple(ids), tuple(ids), adapter=adapter)
         if (refusal := await self._admission.canaries.check(selection)) is not None:
             raise refusal
-        if adapter and await self._admission.adapters.of(adapter.lora_name) is not head.adapter:
+        if adapter and await self._admission.adapters.of(adapter.lora_name) is not prefix.adapter:
             raise Refusal(503, "the LoRA adapter was loaded again meanwhile", retry_after_s=1)
         return context._replace(digest=manifest.digest, bytes=manifest.payload_bytes, done=len(ids))
 

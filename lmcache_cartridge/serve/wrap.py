@@ -19,7 +19,7 @@ from ..engine.withdrawals import Withdrawals, apart
 from ..errors import CartridgeError
 from ..settings import Settings
 from . import http
-from .adapters import Adapters, Head
+from .adapters import Adapters, Prefix
 from .admission import Admission
 from .chat import BEHIND, ChatRenderer
 from .claim import Claim, Computed, Grant
@@ -147,7 +147,7 @@ class CartridgeRenderer(Around):
         What is marked is kept once the engine answers. No request is refused for its marks.
         """
         exchange, params = http.current(), request.kv_transfer_params
-        exchange.keep = partial(maker.keep, Head([]), [], "")
+        exchange.keep = partial(maker.keep, Prefix([]), [], "")
         if not exchange.marked or named is not None or [each.get("type") for each in engine_inputs] != ["token"]:
             return False
         (engine_input,) = engine_inputs
@@ -161,15 +161,15 @@ class CartridgeRenderer(Around):
         with requests().request() as outcome, suppress(Refusal, CartridgeError):
             check_request(request, COMPUTE)
             adapter = await self._admission.adapters.of(request.model)
-            if adapter is not None and adapter.digest is None:
-                return False
+            if adapter is not None:
+                adapter.check()
             marks = await find(
                 self.inner.render_chat, request, exchange.marked, ids, maker.chunk, is_anthropic=is_anthropic
             )
             exchange.tenants = http.tenants_of(request.cache_salt, exchange.api_key)
-            exchange.keep = partial(maker.keep, Head(ids, None, adapter), marks, exchange.tenants[0])
+            exchange.keep = partial(maker.keep, Prefix(ids, None, adapter), marks, exchange.tenants[0])
             end = marks[-1].tokens if marks else 0
-            found = await asyncio.to_thread(maker.longest, Head(ids[:end], None, adapter), exchange.tenants[0])
+            found = await asyncio.to_thread(maker.longest, Prefix(ids[:end], None, adapter), exchange.tenants[0])
             if found is None:
                 return False
             selection = await self._admission.resolve([Reference(id=found.id, source="registry")])
