@@ -63,7 +63,7 @@ def made_with(root: Path) -> dict[str, Any]:
     Checks nothing else.
     """
     try:
-        return _decode_made(_read_at_most(root / MANIFEST, MAX_MANIFEST_BYTES)).provenance
+        return _decode_made(_read_at_most(f"{root}/{MANIFEST}", MAX_MANIFEST_BYTES)).provenance
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):
         return {}
 
@@ -74,12 +74,12 @@ def load_manifest(root: Path, digest: str | None = None, *, payload: bool = True
     Without `payload` its payload may lie elsewhere and is not looked at. Raises `ManifestError` when it is missing or
     wrong, `TruncatedPayload` when the payload has another size, `ReplacedArtifact` when it is another artefact.
     """
-    path = root / MANIFEST
+    path = f"{root}/{MANIFEST}"
     try:
         data = _read_at_most(path, MAX_MANIFEST_BYTES + 1)
     except OSError as error:
         raise ManifestError(f"{path}: {error.strerror}; is this the directory of a cartridge?") from error
-    manifest = decode(data, str(path))
+    manifest = decode(data, path)
     if digest is not None and manifest.digest != digest:
         raise ReplacedArtifact(
             f"{root} was replaced after it was registered: it is {manifest.name} with digest {manifest.digest[:16]}... "
@@ -125,7 +125,7 @@ def _load_ids(manifest: Manifest, tokens: Tokens, root: Path) -> np.ndarray:
     if tokens.file is None:
         ids = np.asarray(tokens.inline, dtype="<u4")
     else:
-        path, size = root / tokens.file, 4 * tokens.count
+        path, size = f"{root}/{tokens.file}", 4 * tokens.count
         try:
             data = _read_at_most(path, size + _NPY_BYTES)
         except OSError as error:
@@ -140,7 +140,7 @@ def _load_ids(manifest: Manifest, tokens: Tokens, root: Path) -> np.ndarray:
     return ids
 
 
-def _read_at_most(path: Path, limit_bytes: int) -> bytes:
+def _read_at_most(path: str, limit_bytes: int) -> bytes:
     """Return the first bytes of a file. Allocates no more than it has, whatever the limit: a manifest may set that."""
     with open(path, "rb", opener=open_regular) as file:
         return file.read(min(limit_bytes, os.fstat(file.fileno()).st_size))

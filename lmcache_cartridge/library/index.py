@@ -55,7 +55,7 @@ class KeyIndex:
         first, and stand in for each other. Strings, since Python's garbage collector walks through tuples of others."""
         self._tagged: Lru[str, dict[int, ChunkKey]] = Lru(MAX_CACHED_CHUNKS, lambda table: 1 + len(table))
 
-    def hash(self, manifest: Manifest, token_ids: Sequence[int]) -> bytes:
+    def hash(self, manifest: Manifest, token_ids: list[int]) -> bytes:
         """Return the hashes of the chunks of a cartridge, as `add` takes them; changes nothing.
 
         The tail of a prefill cartridge, beyond its last whole chunk, is left for the engine to compute. A trained one has its
@@ -69,9 +69,9 @@ class KeyIndex:
         whole, rest = divmod(positions, self.chunk_tokens)
         return 0 if kind == "tokens" else whole + (kind == "trained" and rest > 0)
 
-    def _filled(self, token_ids: Sequence[int], chunks: int) -> Iterable[int]:
+    def _filled(self, token_ids: list[int], chunks: int) -> Iterable[int]:
         end = chunks * self.chunk_tokens
-        return self._hasher([*token_ids[:end], *[_FILLER] * (end - len(token_ids))])
+        return self._hasher(token_ids[:end] + [_FILLER] * (end - len(token_ids)))
 
     def add(self, digest: str, hashes: bytes, *, open_to_all: bool, rank: str = "") -> None:
         """Make the chunks of a cartridge findable by its tag, and if it is `open_to_all` by hash alone.
@@ -115,7 +115,7 @@ class KeyIndex:
                 if digest in tag.split("."):
                     self._tagged.pop(tag)
 
-    def add_chain(self, tag: str, token_ids: Sequence[int], keys: Sequence[ChunkKey]) -> None:
+    def add_chain(self, tag: str, token_ids: list[int], keys: Sequence[ChunkKey]) -> None:
         """Make the chunks of a chain findable under `tag`, as `keys` in order; no change if they are already.
 
         Beyond `MAX_CACHED_CHUNKS` chunks the chains that were used least recently are dropped: ask `has`, and add a

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Hashable
 from concurrent.futures import Future
 from typing import Any, NamedTuple
@@ -70,7 +70,8 @@ class Workers:
         """Begins no thread yet; each calls `begin` first."""
         self._name, self._limit, self._one_a_group, self._begin = name, limit, one_a_group, begin
         self._stalled_s, self._clock = stalled_s, clock
-        self._waiting: dict[Hashable, _Job] = {}
+        self._waiting: OrderedDict[Hashable, _Job] = OrderedDict()
+        """Ordered, since to find the first of a plain dict takes a look at all that were before it."""
         self._running: dict[threading.Thread, tuple[_Job, float]] = {}
         """What each thread is at, and since when."""
         self._stalled: set[threading.Thread] = set()
@@ -113,7 +114,8 @@ class Workers:
         """Take back what waits, and wait for what runs, for `wait_s` at most. Calling again is no change."""
         with self._changed:
             self._closed = True
-            dropped, self._waiting = list(self._waiting.values()), {}
+            dropped = list(self._waiting.values())
+            self._waiting.clear()
             self._changed.notify_all()
         for job in dropped:
             job.future.cancel()
