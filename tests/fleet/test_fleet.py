@@ -64,7 +64,6 @@ class Fleet(NamedTuple):
     stack: ExitStack
     """Ends its servers."""
     home: Path
-    library: Library
     servers: list[ServerProcess]
     facts: dict[str, Fact]
     """One that the model answers right, by `id@version`."""
@@ -86,9 +85,9 @@ class Fleet(NamedTuple):
                 held.setdefault(entry["id"], set()).add(f"s{number}")
         return held
 
-    def ask(self, http: httpx.Client, name: str, question: str | None = None) -> Answer:
+    def ask(self, http: httpx.Client, name: str) -> Answer:
         """Ask for a cartridge, by header and body."""
-        body = {"model": "m", "prompt": question or self.question(name), "max_tokens": 1, "temperature": 0}
+        body = {"model": "m", "prompt": self.question(name), "max_tokens": 1, "temperature": 0}
         began = time.monotonic()
         reply = http.post("/v1/completions", json=body | {"cartridges": [name]}, headers={"X-Cartridges": name})
         return self.answer(reply, began)
@@ -138,7 +137,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         servers = [_server(home, number) for number in range(SERVERS)]
         with ThreadPoolExecutor(SERVERS) as pool:
             list(pool.map(stack.enter_context, servers))
-        yield Fleet(stack, home, library, servers, facts)
+        yield Fleet(stack, home, servers, facts)
 
 
 # Where cartridges come to lie.
@@ -192,57 +191,6 @@ def _said(reply: httpx.Response) -> Any:
 
 
 # Under load.
-
-
-def test_every_server_follows_a_publish_a_moved_label_and_a_removal_under_load(fleet: Fleet, tmp_path: Path) -> None:
-    """Each answers by the new state `reload_s` and a look later; until then by the old one, and says so."""
-    model, library = CausalModel(MODEL), fleet.library
-    wards = {seed: write_ward(model, patients(0, 4), seed, tokens=300) for seed in ("ward@1", "ward@2", "doomed@1")}
-    answers = {seed: {ask(fact, 0): fact for fact in ward.facts} for seed, ward in wards.items()}
-    for seed, ward in wards.items():
-        name, _, version = seed.partition("@")
-        save(model, tmp_path / seed, ward.ids, name=name, version=int(version))
-    question = next(
-        text for text, fact in answers["ward@1"].items()
-        if answers["ward@2"].get(text, fact).value != fact.value
-    )  # fmt: skip
-    fleet.facts.update({seed: answers[seed][question] for seed in ("ward@1", "ward@2")})
-    fleet.facts["current@1"] = fleet.facts["ward@1"]
-    fleet.facts["doomed@1"] = wards["doomed@1"].facts[0]
-    library.publish(tmp_path / "ward@1", label="current")
-    library.publish(tmp_path / "doomed@1")
-    with ExitStack() as stack:
-        servers = [stack.enter_context(httpx.Client(base_url=url, timeout=120)) for url in fleet.urls]
-
-        def asked(name: str) -> list[str | None]:
-            """Return what each server answers with; None where there is nothing."""
-            found = [fleet.ask(http, name, question if name != "doomed" else None) for http in servers]
-            assert all(answer.right or answer.status == 404 for answer in found), found
-            return [answer.used for answer in found]
-
-        def follow(what: str, name: str, state: str | None) -> None:
-            began = time.monotonic()
-            until(lambda: asked(name) == [state] * SERVERS)
-            print(f"{what}: every server after {time.monotonic() - began:.2f} s, reload_s {RELOAD_S}")
-
-        follow("begun", "doomed", "doomed@1")
-        traffic = [stack.enter_context(_traffic(fleet, http, ["ward", "current", "doomed"], 2)) for http in servers]
-        for one in traffic:
-            one.goes_on(6)
-        library.publish(tmp_path / "ward@2")
-        follow("published", "ward", "ward@2")
-        assert asked("current") == ["ward@1"] * SERVERS
-        library.registry.label("current", "ward@2")
-        follow("label moved", "current", "ward@2")
-        library.registry.remove("doomed@1")
-        follow("removed", "doomed", None)
-        for one in traffic:
-            one.goes_on(6)
-    for one in traffic:
-        assert all(answer.right or (name, answer.status) == ("doomed", 404) for name, answer in one.asked), one.asked
-        # Answers that overlap come in any order; an old one long after a new one does not.
-        used = [answer.used for name, answer in one.asked if name == "ward"]
-        assert used[-2:] == ["ward@2"] * 2 and sorted(used, key=str)[:2] == ["ward@1"] * 2
 
 
 def test_a_killed_server_costs_what_it_was_answering_and_comes_back(fleet: Fleet, tmp_path: Path) -> None:

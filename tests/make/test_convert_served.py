@@ -25,14 +25,14 @@ from lmcache_cartridge.make.payload import read_kv
 from lmcache_cartridge.settings import from_mapping
 
 CHUNK = 64
-P, KEPT = 512, 256
+P = 512
 NOISE = noise(0.2)
 """Largest logprob difference taken for rounding; measured: 0.063 whatever the format, 10 and more for damaged KV."""
 QUESTIONS = 12
 
 
 class Pressed(NamedTuple):
-    """What kvpress's KeyDiffPress kept of a sheet, a quarter, as `benchmarks/press.py --asked 12` wrote it."""
+    """What kvpress's KeyDiffPress kept of a sheet, a quarter, others of each head, as `benchmarks/press.py --asked 12` wrote it."""
 
     cache: DynamicCache
     tokens: int
@@ -77,12 +77,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     ):  # fmt: skip
         cli.json(*command, "--model", MODEL, "--chunk-size", CHUNK, "--id", name)
     settings, pressed = from_mapping({"home": home, "cpu_bytes": 64 << 20}), Pressed.read()
-    for name, cache, moved in (
-        ("pressed", foreign.pressed(model, ward.ids, KEPT), P), ("unmoved", foreign.pressed(model, ward.ids, KEPT), None),
-        ("kvpress", pressed.cache, pressed.tokens),
-    ):  # fmt: skip
-        from_cache(model, cache, home / name, cartridge_id=name, version=1, next_position=moved, chunk_tokens=CHUNK)
-        Registry(settings.registry_path).register(home / name)
+    from_cache(model, pressed.cache, home / "kvpress", cartridge_id="kvpress", version=1,
+               next_position=pressed.tokens, chunk_tokens=CHUNK)  # fmt: skip
+    Registry(settings.registry_path).register(home / "kvpress")
     with serving(settings, home / "server.log", chunk_tokens=CHUNK, on_load_failure="fail") as client:
         yield Served(client, model, ward, cli)
 
@@ -91,20 +88,6 @@ def _apart(found: dict[int, float], expected: torch.Tensor) -> float:
     """Return the largest difference between a top 20 and logits of the same position."""
     logprobs = expected.log_softmax(-1)
     return max(abs(value - float(logprobs[token])) for token, value in found.items())
-
-
-def test_a_compressed_cache_is_answered_from_as_by_transformers(served: Served) -> None:
-    """Half of the positions, others of each head; where keys were not moved the answers are others."""
-    apart = {"pressed": 0.0, "unmoved": 0.0}
-    for fact in served.ward.facts[:QUESTIONS]:
-        cache = foreign.pressed(served.model, served.ward.ids, KEPT)
-        expected = foreign.logits_behind(served.model, cache, encode(ask(fact, 0)), P)[-1]
-        for name in apart:
-            found, cached = served.after(encode(ask(fact, 0)), name)
-            assert cached == KEPT
-            apart[name] = max(apart[name], _apart(found, expected))
-    print(apart)
-    assert apart["pressed"] <= NOISE < 1 < apart["unmoved"]
 
 
 def test_what_kvpress_kept_answers_as_with_kvpress(served: Served) -> None:
