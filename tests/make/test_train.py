@@ -175,6 +175,25 @@ def test_the_rate_warms_up_and_then_falls_or_stays() -> None:
 # It goes on, and it stops.
 
 
+def test_an_interrupted_run_goes_on_to_the_same_losses_and_the_same_kv(made: School, tmp_path: Path) -> None:
+    def interrupt(step: int, loss: float) -> None:
+        if step == 7:
+            raise KeyboardInterrupt
+
+    recipe = replace(RECIPE, steps=12, check_every=4)
+    whole, cut, resumed = (_trainer(made, recipe=recipe) for _ in range(3))
+    expected = whole.run()
+    with pytest.raises(KeyboardInterrupt):
+        cut.run(tmp_path, interrupt)
+    steps: list[int] = []
+    result = resumed.run(tmp_path, lambda step, loss: steps.append(step))
+    assert steps[0] == 5, "from the checkpoint at 4"
+    assert resumed.rows == whole.rows
+    assert torch.equal(resumed.kv(), whole.kv())
+    assert torch.equal(result.kv, expected.kv)
+    assert [json.loads(line) for line in (tmp_path / LOSS).read_text().splitlines()] == resumed.rows
+
+
 def test_a_checkpoint_of_another_recipe_is_not_gone_on_from(made: School, tmp_path: Path) -> None:
     _trainer(made, recipe=replace(RECIPE, steps=1)).run(tmp_path)
     with pytest.raises(CartridgeError, match="another recipe"):
