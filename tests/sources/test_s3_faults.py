@@ -164,7 +164,8 @@ def test_a_read_ends_by_its_deadline_however_slow_the_server(
 
 def test_reads_that_share_a_slow_link_take_as_long_as_it_needs(proxy: FaultyProxy, location: str) -> None:
     source = S3Source(endpoint_url=proxy.endpoint, part_bytes=PART, connections=4, attempts=1, timeout_s=5)
-    proxy.always = Link(1 << 19)  # by which all four take eight seconds, and one may wait for others' parts half of the time
+    # All four take eight seconds, and one may wait two of them for a part of another.
+    proxy.always = Link(1 << 19)
     got: dict[int, bytes] = {}
     run_threads(4, lambda number: got.update({number: _read(source, location)}), timeout_s=120)
     assert set(got.values()) == {CONTENT}
