@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
 import subprocess
 import sys
 import tarfile
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from blocks import quietly
 from making import make_artifact
 from packed import built, copied, unpacked
 
+from lmcache_cartridge import make
 from lmcache_cartridge.cli import doctor
 from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.errors import ENGINE
@@ -123,15 +126,25 @@ def test_config_lists_and_prints_the_files(capsys: pytest.CaptureFixture[str]) -
         assert f"there are {names[0]}, " in capsys.readouterr().err
 
 
+def _loaded() -> dict[str, Any]:
+    return {name: module for name, module in sys.modules.items() if name.startswith("lmcache_cartridge.make.")}
+
+
 @pytest.fixture
-def asked(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def asked(home: Path) -> Iterator[Path]:
     """A question on a registered cartridge, in a process that has imported none of what makes cartridges."""
     make_artifact(home / "a", positions=16, cartridge_id="a")
     Registry(Settings(home=home).registry_path).register(home / "a")
     (home / "file.json").write_text('{"question": "x?", "answer": "y"}')
-    for name in [name for name in sys.modules if name.startswith("lmcache_cartridge.make.")]:
-        monkeypatch.delitem(sys.modules, name)
-    return home / "file.json"
+    before, known = _loaded(), dict(vars(make))
+    for name in before:
+        del sys.modules[name]
+    yield home / "file.json"
+    for name in _loaded():  # or what is imported later would find some of them, and some of those before
+        del sys.modules[name]
+    sys.modules.update(before)
+    vars(make).clear()
+    vars(make).update(known)
 
 
 TRAIN = "train --model m --document {0} --id a --compress 4x --questions {0}"
@@ -142,7 +155,7 @@ COMMANDS = (
 
 
 @pytest.mark.parametrize(
-    ("command", "missing"), [*((each, "torch") for each in COMMANDS), (TRAIN, "transformers"), (TRAIN, "peft")]
+    ("command", "missing"), [*itertools.product(COMMANDS, ("torch", "transformers")), (TRAIN, "peft")]
 )
 def test_a_library_that_lacks_is_one_line_and_what_to_install(
     command: str, missing: str, asked: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
