@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from recall.ward import Fact, ask, encode
 from serving import SERVER_ARGS
 from waiting import until
-from wards import MODEL, Asker, Ward, content, patients, prefill, register, sure, write_ward
+from wards import MODEL, Asker, Ward, content, margins, patients, prefill, register, sure, write_ward
 
 from lmcache_cartridge.artifact import reading
 from lmcache_cartridge.cli import top
@@ -609,6 +609,26 @@ class ApiTests:
             cartridge()
             plain()
             cartridge()
+
+    @pytest.mark.parametrize("named", [["both"], ["a", "c"], ["a", "c", "b"]])
+    def test_a_chain_answers_questions_on_all_its_documents_as_well_as_all_of_them_in_the_prompt(
+        self, served: Served, named: list[str]
+    ) -> None:
+        names = ["a", "b"] if named == ["both"] else named
+        wards = [served.wards[name] for name in names]
+        facts = [fact for ward in wards for fact in ward.facts[::8]]
+        whole = prefill(served.model, [wards[0].ids[0], *(i for ward in wards for i in ward.ids[1:])])
+        expected = int((margins(served.model, whole, facts) > 0).sum())
+        replies = [served.asker.complete(ask(fact, 0), named) for fact in facts]
+        right = sum(reply.text.strip() == fact.value for reply, fact in zip(replies, facts, strict=True))
+        assert right >= expected - 0.05 * len(facts)
+        assert right > 0.8 * len(facts)
+        total = sum(len(ward.ids) for ward in wards)
+        assert replies[0].used == ", ".join(f"{n}@1;positions={len(w.ids)}" for n, w in zip(names, wards, strict=True))
+        if named[-1] == "c":
+            assert total % CHUNK and {reply.cached_tokens for reply in replies} == {total}, "to its end inside a chunk"
+        assert all(reply.cached_tokens >= total // CHUNK * CHUNK for reply in replies)
+        assert replies[0].prompt_tokens == total + len(encode(ask(facts[0], 0)))
 
     def test_cartridges_are_listed_and_moved_between_the_tiers(self, served: Served) -> None:
         http = served.asker.http

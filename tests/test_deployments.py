@@ -421,3 +421,9 @@ def test_the_command_in_compose_is_one_that_serve_takes(
     printed = capsys.readouterr().out
     for words in ("--host 0.0.0.0", "--port 8000", "--served-model-name llama", 'library: "s3://cartridges/fleet"'):
         assert words in printed
+
+
+@pytest.mark.parametrize("path", [STACK, LLM_D, ENGINES, KSERVE, COMPOSE, *DOCKERFILES], ids=lambda path: path.name)
+def test_config_prints_it(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", path.relative_to(CONFIGS).as_posix()]) == 0
+    assert capsys.readouterr().out == path.read_text(encoding="utf-8")

@@ -58,8 +58,8 @@ def prefill(model: CausalModel, ids: list[int]) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def sure(model: CausalModel, kv: torch.Tensor, facts: Sequence[Fact]) -> list[Fact]:
-    """Return the facts that the model answers right with certainty after canonical KV."""
+def margins(model: CausalModel, kv: torch.Tensor, facts: Sequence[Fact]) -> torch.Tensor:
+    """Return by how many logits the right answer to each fact leads the best wrong one after canonical KV."""
     questions = torch.tensor([[*encode(ask(fact, 0)), VOCABULARY[fact.value]] for fact in facts])
     keys, values = kv.transpose(2, 3)
     found = []
@@ -71,7 +71,12 @@ def sure(model: CausalModel, kv: torch.Tensor, facts: Sequence[Fact]) -> list[Fa
         logits = model.model(rows[:, :-1], past_key_values=cache, logits_to_keep=1).logits[:, -1].float()
         right = logits.gather(1, rows[:, -1:])
         found.append((right - logits.scatter(1, rows[:, -1:], -torch.inf).max(1, keepdim=True).values)[:, 0])
-    return [fact for fact, margin in zip(facts, torch.cat(found).tolist(), strict=True) if margin > SURE]
+    return torch.cat(found)
+
+
+def sure(model: CausalModel, kv: torch.Tensor, facts: Sequence[Fact]) -> list[Fact]:
+    """Return the facts that the model answers right with certainty after canonical KV."""
+    return [fact for fact, margin in zip(facts, margins(model, kv, facts).tolist(), strict=True) if margin > SURE]
 
 
 def save(

@@ -274,6 +274,18 @@ def test_people_are_shown_no_none() -> None:
     assert show.fields({"kept": None, "canary": {"asked": 2, "in_a_chain": None}}) == "canary\n  asked  2"
 
 
+def test_an_id_stays_where_it_is_with_no_promote(cli: _Cli, tmp_path: Path) -> None:
+    cli.json("import", _make(tmp_path))
+    added = cli.json("import", _make(tmp_path, version=2, seed=2), "--no-promote")
+    cli.json("label", "next", "doc@2")
+    assert (added["name"], added["promoted"]) == ("doc@2", False)
+    assert [(row["version"], row["current"]) for row in cli.json("list")] == [(1, True), (2, False)]
+    assert (cli.json("show", "doc")["version"], cli.json("show", "doc@2")["current"]) == (1, False)
+    assert cli.json("label", "doc", "next") == {"label": "doc", "name": "doc@2"}
+    assert cli("label", "doc", "doc@1")[:2] == (0, "doc means doc@1\n")
+    assert cli.json("show", "doc")["version"] == 1
+
+
 def test_what_was_removed_keeps_its_version(cli: _Cli, tmp_path: Path) -> None:
     files = cli.home / "cartridges" / "doc"
     make_artifact(files / "1", positions=40)
@@ -297,6 +309,13 @@ def test_files_are_deleted_under_a_home_that_is_a_symbolic_link(cli: _Cli, tmp_p
     cli.json("import", link / "cartridges" / "doc" / "1", "--home", link)
     assert cli.json("remove", "doc", "--delete-files", "--home", link)["files_deleted"] is True
     assert not (tmp_path / "real" / "cartridges" / "doc" / "1").exists()
+
+
+def test_registering_twice_is_no_error_and_other_content_is(cli: _Cli, tmp_path: Path) -> None:
+    for root in (_make(tmp_path, seed=1), tmp_path / "artefacts" / "doc-1-1"):
+        cli.json("import", root)
+    _assert_one_line(cli("import", _make(tmp_path, seed=2)), "doc@1 is registered with other content")
+    assert len(cli.json("list")) == 1
 
 
 def test_verify_finds_a_flipped_bit_and_tells_programs(cli: _Cli, tmp_path: Path) -> None:

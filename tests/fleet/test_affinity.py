@@ -156,7 +156,9 @@ def _session(module: ModuleType, body: Any, headers: dict[str, str] | None = Non
 def test_the_production_stack_gets_one_session_key_for_all_ways_of_naming(monkeypatch: pytest.MonkeyPatch) -> None:
     module = _callback(monkeypatch, {"models": ["m", "qwen:7b"], "composites": {"both": ["a", "b"]}})
     ways: list[tuple[Any, dict[str, str]]] = [
-        ({"model": "m", "cartridges": ["both"]}, {}), ({"model": "m"}, {"X-Cartridges": "a@7, b"}), ({"model": "qwen:7b:both"}, {}),
+        ({"model": "m", "cartridges": ["a", "b@2"]}, {}), ({"model": "m", "cartridges": ["both"]}, {}),
+        ({"model": "m"}, {"X-Cartridges": "a@7, b"}), ({"model": "m:a,b"}, {}), ({"model": "qwen:7b:both"}, {}),
+        ({"model": "m", "kv_transfer_params": {"cartridge_id": ["a", "b"]}}, {}),
     ]  # fmt: skip
     assert {_session(module, body, headers)["affinity_key"] for body, headers in ways} == {"a,b"}
     assert _session(module, {"model": "m"}) == {"model": "m"}, "without a cartridge there is no session"

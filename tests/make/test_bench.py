@@ -138,6 +138,8 @@ class Mock(Stub):
         """Return how many tokens a prefix cache has, and keep these in it."""
         if self.fault == "one cache for all":
             salt = None
+        elif self.fault == "no prefix cache":
+            return 0
         blocks = [(salt, tuple(ids[:end])) for end in range(BLOCK, len(ids) + 1, BLOCK)]
         known = next((n for n, block in enumerate(blocks) if block not in self._cache), len(blocks))
         self._cache.update(blocks)
@@ -213,6 +215,8 @@ def test_every_way_is_measured_as_it_is_meant(
     ("fault", "way", "told"),
     [
         ("one cache for all", "dense", "that is not dense"),
+        ("no prefix cache", "prefix", "vLLM's prefix cache had 0"),
+        ("injects a part", "warm", "its connector brought 64"),
         ("injects a part", "cold", "its connector brought 32"),
         ("never resident", "warm", "was not in memory before"),
     ],

@@ -327,7 +327,7 @@ def test_a_model_in_its_own_dtype_refines_too(home: Home) -> None:
 
 
 def test_build_compact_and_compact_of_what_was_built_are_the_same_but_for_rounding(sheet: Sheet, home: Home) -> None:
-    cli, how = home.cli, ("--refine", 0, *home.asked, *SINGLE)
+    cli, how = home.cli, (*home.asked, *SINGLE)
     cli.json("build", *home.document, 64, "--id", "whole", *SINGLE)
     shown = cli.json("build", *home.document, 64, "--id", "at-once", "--compact", "4x", *how)
     assert shown["positions"] == P4 and shown["measured"]["count"] == len(sheet.questions) // 10

@@ -59,6 +59,14 @@ def test_build_stores_int8_and_the_canary_runs_on_what_will_be_served(cli: Cli, 
     assert cli.json("show", "plain")["payload"]["encoding"] == "plain"
 
 
+@pytest.mark.parametrize("text", ["", " \n\t "])
+def test_an_empty_document_is_refused(cli: Cli, tmp_path: Path, text: str) -> None:
+    (tmp_path / "empty.txt").write_text(text)
+    refused = cli.refused("build", "--model", MODEL, "--document", tmp_path / "empty.txt", "--id", "doc")
+    assert refused.endswith("empty.txt is empty; a cartridge needs a document\n")
+    assert cli.json("list") == []
+
+
 def test_a_document_that_servers_would_not_inject_is_built_with_a_warning(cli: Cli, tmp_path: Path, sheet: str) -> None:
     warnings = {}
     for size in (60, 600, 1500):

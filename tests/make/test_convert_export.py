@@ -124,9 +124,12 @@ def test_a_cartridge_without_kv_is_not_exported(model: CausalModel, tmp_path: Pa
 
 
 def test_the_command_exports(model: CausalModel, ids: list[int], tmp_path: Path, cli: Cli) -> None:
-    root, said = cli.home / "cartridges" / "it", []
+    far, root, said = cli.home / "cartridges" / "far", cli.home / "cartridges" / "it", []
+    registry = Registry(cli.home / "registry.sqlite")
+    save(model, far, ids[:P], name="far")
+    registry.register(far, "s3://bucket/far")
     save(model, root, ids[:P], name="it")
-    Registry(cli.home / "registry.sqlite").register(root)
+    registry.register(root)
     for form in ("json", "text"):
         status, out, _ = cli("export", "it", "--to", "peft", "--output", tmp_path / form, "--format", form)
         assert status == 0 and recognise(tmp_path / form).token_ids == ids[:P]
@@ -135,7 +138,10 @@ def test_the_command_exports(model: CausalModel, ids: list[int], tmp_path: Path,
     assert said[1] == f"it@1 as peft in {tmp_path / 'text'}\n"
     shutil.rmtree(root)
     save(model, root, ids[1 : P + 1], name="it")
-    for name, form, status in (("it", "hazy", 1), ("gone", "peft", 1), ("it", "json", 2)):
+    for name, form, status, message in (
+        ("far", "hazy", 1, "lmcache-cartridge pull s3://bucket/far"), ("it", "hazy", 1, "was replaced"),
+        ("gone", "peft", 1, ""), ("it", "json", 2, ""),
+    ):  # fmt: skip
         ran = cli("export", name, "--to", form, "--output", tmp_path / "out")
-        assert ran.status == status and (form != "hazy" or "was replaced" in ran.err)
+        assert ran.status == status and message in ran.err
         assert not (tmp_path / "out").exists()

@@ -247,11 +247,19 @@ HOSTILE: dict[str, tuple[Callable[[Path], Path], str]] = {
         "larger than what the file holds"),
     "huge tensor of no bytes": (
         lambda p: _archive(p, _layers(_tensor((1, 2, HUGE, 64), (0, 0, 0, 1)))), "declare .* bytes, the file has"),
+    "more tensor than storage": (lambda p: _archive(p, _layers(_tensor((1, 2, 16, 64), (2048, 1024, 64, 1)))),
+                                 "larger than what the file holds"),
+    "more storage than record": (
+        lambda p: _archive(p, _layers(_tensor((1, 2, HUGE >> 20, 64), (0, 64 * (HUGE >> 20), 64, 1),
+                                              storage=_storage(HUGE >> 13)))), "larger than what the file holds"),
     "no such record": (lambda p: _archive(p, _layers(_tensor(SHAPE, STRIDES, storage=_storage(1024, key="7")))), "data/7"),
     "a record elsewhere": (
         lambda p: _archive(p, _layers(_tensor(SHAPE, STRIDES, storage=_storage(1024, key="../../../etc/passwd")))), "passwd"),
     "an offset beyond": (lambda p: _archive(p, _layers(_tensor(SHAPE, STRIDES, offset=1))), "larger than what the file holds"),
+    "a negative offset": (lambda p: _archive(p, _layers(_tensor(SHAPE, STRIDES, offset=-64))), "offset|negative"),
+    "a negative size": (lambda p: _archive(p, _layers(_tensor((1, 2, -8, 64), STRIDES))), "overflow"),
     "a negative stride": (lambda p: _archive(p, _layers(_tensor(SHAPE, (1024, 512, -64, 1)))), "overflow"),
+    "a negative storage": (lambda p: _archive(p, _layers(_tensor(SHAPE, STRIDES, storage=_storage(-5)))), "plain tensors"),
     "complex numbers": (
         lambda p: _archive(p, _layers(_tensor(SHAPE, STRIDES, storage=_storage(9, kind="torch.ComplexFloatStorage")))),
         "it wants torch.ComplexFloatStorage"),

@@ -61,6 +61,7 @@ KINDS = {
     "token ids": Kind(["ids"], "b", "none"),
     "a chain": Kind(["b", "trained"], "ab", "chunks"),
     "the chain turned": Kind(["trained", "b"], "ab", "chunks"),
+    "a chain of what was made": Kind(["short", "a.pt"], "a", "all"),
     "a chain with the compacted behind": Kind(["b", "short"], "ab", "chunks"),
 }
 
