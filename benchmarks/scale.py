@@ -13,16 +13,14 @@ that of the first time. Reload is `store.refresh()` after one of the cartridges 
 from __future__ import annotations
 
 import gc
-import hashlib
 import json
 import os
 import shutil
-import struct
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,6 +32,7 @@ from blake3 import blake3
 from lmcache_cartridge.artifact.manifest import FORMAT, Manifest, Payload, Provenance, Tokens, content_digest
 from lmcache_cartridge.artifact.model import Fingerprint
 from lmcache_cartridge.artifact.reading import load_manifest
+from lmcache_cartridge.engine.host import server_hasher
 from lmcache_cartridge.engine.trust import Trust
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.settings import Settings, from_mapping
@@ -44,14 +43,6 @@ if TYPE_CHECKING:
 POSITIONS, CHUNK = 4096, 256
 SHAPE = Fingerprint("benchmark", 1, 1, 2, "bfloat16", 128_000, (), "00" * 32)
 LOOKUPS = 2000
-
-
-def chain(ids: Sequence[int]) -> Iterator[int]:
-    """Yield the hash chain of whole chunks, built as LMCache builds its own, and at the cost of its cheaper ones."""
-    digest = b""
-    for start in range(0, len(ids) - CHUNK + 1, CHUNK):
-        digest = hashlib.sha256(digest + struct.pack(f"<{CHUNK}I", *ids[start : start + CHUNK])).digest()
-        yield int.from_bytes(digest[:8], "big")
 
 
 def document(number: int) -> np.ndarray:
@@ -95,10 +86,10 @@ def settings_of(home: Path) -> Settings:
 
 
 def engine_of() -> Engine:
-    """Return an engine that hashes as LMCache does."""
+    """Return an engine that hashes as LMCache's server does."""
     from lmcache_cartridge.memory.described import Engine
 
-    return Engine(SHAPE, CHUNK, 0, 1, "heads", chain, pin_memory=False, allow_trained=True)
+    return Engine(SHAPE, CHUNK, 0, 1, "heads", server_hasher(CHUNK), pin_memory=False, allow_trained=True)
 
 
 def prepare(home: Path, count: int) -> dict[str, list[float]]:
@@ -139,7 +130,7 @@ def measure(home: Path, count: int) -> dict[str, list[float]]:
     start_s = time.perf_counter() - started
     gc.collect()
     grown = memory_bytes() - before
-    prompts = [list(chain(document(n).tolist())) for n in np.random.default_rng(1).permutation(count)[:200]]
+    prompts = [list(engine.hasher(document(n))) for n in np.random.default_rng(1).permutation(count)[:200]]
     lookups = [
         report.timed(lambda prompt=prompt: store.resident(prompt))
         for _ in range(LOOKUPS // len(prompts))

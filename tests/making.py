@@ -167,7 +167,7 @@ def make_engine(
 def sha256_hasher(chunk_tokens: int) -> Hasher:
     """Return a hash chain over whole chunks, built as LMCache builds its own: each hash takes in the one before."""
 
-    def chain(ids: list[int]) -> Iterator[int]:
+    def chain(ids: np.ndarray | list[int]) -> Iterator[int]:
         digest = b""
         for end in range(chunk_tokens, len(ids) + 1, chunk_tokens):
             chunk = np.asarray(ids[end - chunk_tokens : end], dtype="<u4").tobytes()

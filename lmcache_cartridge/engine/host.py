@@ -13,6 +13,9 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+from blake3 import blake3
+
 from ..errors import SettingsError, UnsupportedEngine
 from ..settings import Settings, from_environment
 from .contract import CONTROL_METHOD
@@ -305,13 +308,26 @@ def _is_memory_object(kind: Any) -> bool:
     return made.get_ref_count() == 1 and made.tensor.numel() == 1
 
 
-def _is_hasher(hasher: Any) -> bool:
-    """Whether LMCache's server still names chunks by the chain of hashes that it was seen to use."""
-    from blake3 import blake3
+def server_hasher(chunk_tokens: int) -> Callable[[np.ndarray | list[int]], Iterator[int]]:
+    """Return how LMCache's server names chunks, as numbers; its default algorithm, which has no seed.
 
-    seed = blake3(bytes(12)).digest()
-    first = blake3(seed + b"\0\0\0\1\0\0\0\2").digest()
-    return list(hasher(2, "blake3").compute_chunk_hashes([1, 2, 3])) == [first]
+    Its own `TokenHasher` takes lists alone, and several times as long.
+    """
+    size, seed = 4 * chunk_tokens, blake3(bytes(12)).digest()
+
+    def hashes(token_ids: np.ndarray | list[int]) -> Iterator[int]:
+        data, previous = np.asarray(token_ids, ">u4").tobytes(), seed
+        for end in range(size, len(data) + 1, size):
+            previous = blake3(previous + data[end - size : end]).digest()
+            yield int.from_bytes(previous, "big")
+
+    return hashes
+
+
+def _is_hasher(hasher: Any) -> bool:
+    """Whether LMCache's server still names chunks as `server_hasher` does."""
+    named = hasher(2, "blake3").compute_chunk_hashes(ids := [1, 2, 1 << 20, 4, 5])
+    return [int.from_bytes(each, "big") for each in named] == [*server_hasher(2)(ids)]
 
 
 def _reads(**fields: Any) -> Callable[[Any], bool]:

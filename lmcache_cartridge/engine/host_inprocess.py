@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
+import numpy as np
+
 from .host import attribute, changed, module, replaced
 
 _ADAPTER = "lmcache.integration.vllm.vllm_v1_adapter"
@@ -144,12 +146,12 @@ def over_ranks(blocks: set[int]) -> set[int]:
     return set().union(*found)
 
 
-def hasher(engine: Any) -> Callable[[list[int]], list[int]]:
+def hasher(engine: Any) -> Callable[[np.ndarray | list[int]], list[int]]:
     """Return how LMCache names the chunks of a prompt. Raises `UnsupportedEngine` where it cannot be asked."""
     process = attribute(attribute(engine, "token_database"), "process_tokens")
 
-    def hashes(token_ids: list[int]) -> list[int]:
-        return [chunk_hash for _, _, chunk_hash in process(tokens=token_ids, make_key=False)]
+    def hashes(token_ids: np.ndarray | list[int]) -> list[int]:
+        return [chunk_hash for _, _, chunk_hash in process(tokens=np.asarray(token_ids).tolist(), make_key=False)]
 
     tokens = engine.config.chunk_size
     try:

@@ -23,14 +23,12 @@ from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
 from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache.v1.memory_management import MemoryObj
-from lmcache.v1.multiprocess.token_hasher import TokenHasher
 from lmcache.v1.platform import create_event_notifier
 
 from ..artifact.cartridge import Place
 from ..artifact.lru import Lru
 from ..artifact.reading import load_manifest, load_token_ids
 from ..errors import CartridgeError, ModelMismatch, SettingsError, UnsupportedEngine
-from ..library.index import Hasher
 from ..memory.claims import Claim
 from ..memory.described import Engine
 from ..memory.holds import Readiness
@@ -121,7 +119,7 @@ class CartridgeL2Adapter(L2AdapterInterface):
                 "this adapter was not asked for the chunk that vLLM looked up: vLLM talks to another LMCache server. "
                 f"lmcache.mp.port and {CONTROL} must be those of one"
             )
-        if [seen[0]] != _hasher(report.chunk_tokens)(check_ids(report.chunk_tokens)):
+        if [seen[0]] != [*host.server_hasher(report.chunk_tokens)(check_ids(report.chunk_tokens))]:
             raise UnsupportedEngine(
                 f"LMCache's server names chunks by another algorithm than {HASH}, by which cartridges are found: every lookup "
                 "would miss. Start LMCache's server without --hash-algorithm"
@@ -181,7 +179,7 @@ class CartridgeL2Adapter(L2AdapterInterface):
             rank=tensor_rank,
             world=report.tensor_ranks,
             layout=report.layout,
-            hasher=_hasher(report.chunk_tokens),
+            hasher=host.server_hasher(report.chunk_tokens),
             pin_memory=False,
             allow_trained=report.allow_trained,
             layers=report.layers and range(*report.layers),
@@ -409,12 +407,6 @@ def _rows(keys: Sequence[ObjectKey]) -> list[list[int]]:
 
 def _hash(key: ObjectKey) -> int:
     return int.from_bytes(key.chunk_hash, "big")
-
-
-def _hasher(chunk_tokens: int) -> Hasher:
-    """Return the hash chain of LMCache's server, as numbers; its default algorithm, which has no seed."""
-    hasher = TokenHasher(chunk_tokens, HASH)
-    return lambda token_ids: [int.from_bytes(h, "big") for h in hasher.compute_chunk_hashes(token_ids)]
 
 
 def _objects(

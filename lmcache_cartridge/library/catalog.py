@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+
 from ..artifact import reading
 from ..artifact.cartridge import Segment
 from ..artifact.location import is_remote
@@ -96,7 +98,7 @@ class Catalog(Entries):
                 return None
             for segment in segments[1:]:
                 check_shift(segment.cartridge.manifest.fingerprint.rope)
-            ids = [i for s in segments for i in reading.load_token_ids(*s.cartridge[:2]).tolist()]
+            ids = np.concatenate([reading.load_token_ids(*s.cartridge[:2]) for s in segments])
             own = rows[0].positions // chunk
             keys = [ChunkKey(rows[0].digest if i < own else tag, i) for i in range(whole + bool(needed.tail))]
             self.index.add_chain(tag, ids, keys)

@@ -8,11 +8,13 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from functools import cache
 from typing import NamedTuple
 
+import numpy as np
+
 from ..artifact.lru import Lru
 from ..artifact.manifest import Kind, Manifest
 
-Hasher = Callable[[list[int]], Iterable[int]]
-"""Token ids -> hash chain, one hash for each whole chunk, as the engine computes it."""
+Hasher = Callable[[np.ndarray | list[int]], Iterable[int]]
+"""Token ids -> hash chain, one hash for each whole chunk, as the engine computes it. An array is of uint32."""
 
 MAX_CACHED_CHUNKS = 1 << 18
 """Chunks whose keys an index keeps by tag, of those that were asked for lately; some 50 MiB."""
@@ -55,7 +57,7 @@ class KeyIndex:
         first, and stand in for each other. Strings, since Python's garbage collector walks through tuples of others."""
         self._tagged: Lru[str, dict[int, ChunkKey]] = Lru(MAX_CACHED_CHUNKS, lambda table: 1 + len(table))
 
-    def hash(self, manifest: Manifest, token_ids: list[int]) -> bytes:
+    def hash(self, manifest: Manifest, token_ids: np.ndarray) -> bytes:
         """Return the hashes of the chunks of a cartridge, as `add` takes them; changes nothing.
 
         The tail of a prefill cartridge, beyond its last whole chunk, is left for the engine to compute. A trained one has its
@@ -69,9 +71,10 @@ class KeyIndex:
         whole, rest = divmod(positions, self.chunk_tokens)
         return 0 if kind == "tokens" else whole + (kind == "trained" and rest > 0)
 
-    def _filled(self, token_ids: list[int], chunks: int) -> Iterable[int]:
-        end = chunks * self.chunk_tokens
-        return self._hasher(token_ids[:end] + [_FILLER] * (end - len(token_ids)))
+    def _filled(self, token_ids: np.ndarray, chunks: int) -> Iterable[int]:
+        filled = np.full(chunks * self.chunk_tokens, _FILLER, np.uint32)
+        filled[: len(token_ids)] = token_ids[: len(filled)]
+        return self._hasher(filled)
 
     def add(self, digest: str, hashes: bytes, *, open_to_all: bool, rank: str = "") -> None:
         """Make the chunks of a cartridge findable by its tag, and if it is `open_to_all` by hash alone.
@@ -115,7 +118,7 @@ class KeyIndex:
                 if digest in tag.split("."):
                     self._tagged.pop(tag)
 
-    def add_chain(self, tag: str, token_ids: list[int], keys: Sequence[ChunkKey]) -> None:
+    def add_chain(self, tag: str, token_ids: np.ndarray, keys: Sequence[ChunkKey]) -> None:
         """Make the chunks of a chain findable under `tag`, as `keys` in order; no change if they are already.
 
         Beyond `MAX_CACHED_CHUNKS` chunks the chains that were used least recently are dropped: ask `has`, and add a

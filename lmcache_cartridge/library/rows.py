@@ -96,7 +96,7 @@ class RowReader:
                 "a trained cartridge needs kv_load_failure_policy: fail, and layers whose KV has blocks of one kind (vLLM's "
                 "--disable-hybrid-kv-cache-manager), since nothing can compute what of it was not loaded"
             )
-        hashes = self._index.hash(manifest, reading.load_token_ids(manifest, root).tolist())
+        hashes = self._index.hash(manifest, reading.load_token_ids(manifest, root))
         beside = None if location == str(root) else str(root)
         adapted = manifest.fingerprint.lora is not None
         row = Row(digest, location, beside, manifest.kind, manifest.positions, hashes, adapted)

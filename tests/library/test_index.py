@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import hypothesis.strategies as st
 import msgspec
 import pytest
@@ -65,14 +67,13 @@ def test_lmcache_hashes_a_prompt_to_a_leading_run_of_exactly_the_whole_chunks(
     from lmcache.v1.metadata import LMCacheMetadata
 
     from lmcache_cartridge.engine.host import module
+    from lmcache_cartridge.engine.host_inprocess import hasher
 
     config = LMCacheEngineConfig.from_defaults(chunk_size=chunk, pre_caching_hash_algorithm="sha256_cbor")
     metadata = LMCacheMetadata("model", 1, 1, 0, 0, torch.bfloat16, (3, 2, chunk, 2, 64), chunk_size=chunk)
     database = module("lmcache.v1.token_database").ChunkedTokenDatabase(config, metadata)
 
-    def chain(ids: list[int]) -> list[int]:
-        return [h for _, _, h in database.process_tokens(tokens=ids, make_key=False)]
-
+    chain = hasher(SimpleNamespace(token_database=database, config=config))
     document, question = make_ids(positions, 0), make_ids(3 * chunk, 1)
     index = KeyIndex(chain, chunk)
     assert _add(index, _manifest(template, "a", positions), document) == positions // chunk

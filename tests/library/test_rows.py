@@ -143,7 +143,7 @@ def test_rows_of_another_engine_or_registry_are_not_taken(
     if what == "hasher":
         hasher = lambda ids: (h ^ 5 for h in sha256_hasher(16)(ids))  # noqa: E731
     elif what == "seed":
-        hasher = lambda ids: list(sha256_hasher(16)([7] * 16 + ids))[1:]  # noqa: E731
+        hasher = lambda ids: list(sha256_hasher(16)([7] * 16 + list(ids)))[1:]  # noqa: E731
     elif what == "chunk":
         hasher, engine = sha256_hasher(32), {"chunk_tokens": 32}
     elif what == "model":
