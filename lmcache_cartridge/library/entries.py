@@ -178,8 +178,8 @@ class Entries:
     def _adopt(self, one: RegistryEntry, row: Row | None) -> bool:
         """Give an entry a name, and have it served if an earlier start found it sound; whether that is so. The lock is held."""
         entry = self._entries.setdefault(one.digest, Entry())
-        if one.name not in entry.names:
-            entry.names += (one.name,)
+        if (name := one.name) not in entry.names:
+            entry.names += (name,)
         if row is None or (one.location, one.kind, one.positions) != (row.location, row.kind, row.positions):
             return False
         self._serve(entry, row, one.rank)

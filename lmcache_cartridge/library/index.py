@@ -53,8 +53,9 @@ class KeyIndex:
         self._hidden: set[str] = set()
         """Of the open ones, those that lead no prompt."""
         self._digests: dict[int, tuple[str, ...]] = {}
-        """The open ones that have a chunk of a hash, in the order that they lead in: documents that begin alike share their
-        first, and stand in for each other. Strings, since Python's garbage collector walks through tuples of others."""
+        """The open ones that have a chunk whose hash begins with these 64 bits, in the order that they lead in: documents that
+        begin alike share their first, and stand in for each other. Strings, since Python's garbage collector walks through
+        tuples of others."""
         self._tagged: Lru[str, dict[int, ChunkKey]] = Lru(MAX_CACHED_CHUNKS, lambda table: 1 + len(table))
 
     def hash(self, manifest: Manifest, token_ids: np.ndarray) -> bytes:
@@ -92,7 +93,7 @@ class KeyIndex:
                 return
             self._open[digest] = rank
             alone = (digest,)
-            for own in self._ints(hashes):
+            for own in self._begins(hashes):
                 if (others := self._digests.setdefault(own, alone)) is not alone and digest not in others:
                     having = sorted(alone + others, key=self._open.__getitem__, reverse=True)
                     self._digests[own] = tuple(having)
@@ -107,7 +108,7 @@ class KeyIndex:
         """Drop a cartridge and every chain that has it."""
         with self._lock:
             hashes = self._hashes.pop(digest, b"")
-            for own in set(self._ints(hashes)) if digest in self._open else ():
+            for own in set(self._begins(hashes)) if digest in self._open else ():
                 if left := tuple(other for other in self._digests[own] if other != digest):
                     self._digests[own] = left
                 else:
@@ -141,7 +142,7 @@ class KeyIndex:
 
     def candidates(self, chunk_hash: int, tag: str | None) -> list[ChunkKey]:
         """Return every chunk that answers a hash, also of hidden cartridges, the leading one's first."""
-        digests = self._digests.get(chunk_hash, ()) if tag is None else (tag,)
+        digests = self._having(chunk_hash) if tag is None else (tag,)
         return [key for digest in digests if (key := self._table(digest).get(chunk_hash))]
 
     def leading(self, hashes: Sequence[int], tag: str | None, may: Callable[[str], bool] = bool) -> list[ChunkKey]:
@@ -153,7 +154,7 @@ class KeyIndex:
         may, last, table, run = cache(may), "", self._table(""), []
         named = None if tag is None else (tag,)
         for chunk_hash in hashes:
-            for digest in named or self._digests.get(chunk_hash, ()):
+            for digest in named or self._having(chunk_hash):
                 if digest != last:
                     last, table = digest, self._table(digest)
                 key = table.get(chunk_hash)
@@ -172,8 +173,12 @@ class KeyIndex:
                 return {}
             return self._tagged.put(tag, {own: ChunkKey(tag, chunk) for chunk, own in enumerate(self._ints(hashes))})
 
+    def _having(self, chunk_hash: int) -> tuple[str, ...]:
+        return self._digests.get(chunk_hash >> 8 * (self._width - 8), ())
+
+    def _begins(self, hashes: bytes) -> Sequence[int]:
+        return struct.unpack(f">{len(hashes) // 8}Q", hashes)[:: self._width // 8]
+
     def _ints(self, hashes: bytes) -> Sequence[int]:
-        if self._width == 8:
-            return struct.unpack_from(f">{len(hashes) // 8}Q", hashes)
         width = self._width
         return [int.from_bytes(hashes[at : at + width], "big") for at in range(0, len(hashes), width)]
