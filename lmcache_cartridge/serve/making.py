@@ -238,10 +238,8 @@ class Maker:
     async def _written(self, context: Context, prefix: Prefix) -> Context:
         """Have the engine compute a prefix, write what it has, and try that. Raises `CartridgeError` and `Refusal`."""
         name, root, engine, ids = uuid.uuid4().hex, self.root(context), self._engine, prefix.ids
-        adapter, model = (
-            prefix.adapter and prefix.adapter.request,
-            msgspec.structs.replace(self._model, lora=prefix.lora),
-        )
+        adapter = prefix.adapter and prefix.adapter.request
+        model = msgspec.structs.replace(self._model, lora=prefix.lora)
         with ArtifactWriter(
             root, cartridge_id=context.id, version=1, kind="prefill", fingerprint=model, token_ids=np.array(ids),
             chunk_tokens=self.chunk, chat=prefix.chat,
@@ -279,15 +277,15 @@ class Maker:
 
     def clear(self) -> None:
         """Remove from the home what its table does not know: that was lost, or another release's."""
-        places = [*self._settings.contexts_dir.glob("*")]
+        places = {str(place.resolve()): place for place in self._settings.contexts_dir.glob("*")}
         known = {key for (key,) in self._run("SELECT key FROM contexts")}
-        for place in places:
-            if place.name not in known:
-                logger.warning("%s is of no context that is known, and is removed", place)
-                for row in self._registry.all():
-                    if row.location.startswith(f"{place.resolve()}/"):
-                        self._registry.remove(row.name, labels=True)
-                shutil.rmtree(place, ignore_errors=True)
+        strange = {path: place for path, place in places.items() if place.name not in known}
+        for row in self._registry.all():
+            if str(Path(row.location).parent) in strange:
+                self._registry.remove(row.name, labels=True)
+        for place in strange.values():
+            logger.warning("%s is of no context that is known, and is removed", place)
+            shutil.rmtree(place, ignore_errors=True)
 
     def remove(self, context: Context) -> None:
         """Take a context out of the registry, the disk and the table; what is begun here is ended by whoever tidies up next.
