@@ -43,7 +43,7 @@ from .control import ControlServer
 from .l1_copies import L1Copies
 from .l2_tasks import Task, Tasks
 from .refusals import IN_FP8
-from .report import HASH, Report, ReportServer, check_ids
+from .report import Report, ReportServer, check_ids
 from .salts import is_check, tag_part, tag_salt
 from .trust import opened
 from .versions import check_versions
@@ -119,9 +119,9 @@ class CartridgeL2Adapter(L2AdapterInterface):
                 "this adapter was not asked for the chunk that vLLM looked up: vLLM talks to another LMCache server. "
                 f"lmcache.mp.port and {CONTROL} must be those of one"
             )
-        if [seen[0]] != [*host.server_hasher(report.chunk_tokens)(check_ids(report.chunk_tokens))]:
+        if seen[0] not in host.server_hasher(report.chunk_tokens)(check_ids(report.chunk_tokens)):
             raise UnsupportedEngine(
-                f"LMCache's server names chunks by another algorithm than {HASH}, by which cartridges are found: every lookup "
+                "LMCache's server names chunks by another algorithm than blake3, by which cartridges are found: every lookup "
                 "would miss. Start LMCache's server without --hash-algorithm"
             )
         with self._lock:

@@ -28,9 +28,6 @@ from .contract import CONTROL
 
 logger = logging.getLogger(__name__)
 
-HASH = "blake3"
-"""By which LMCache's server must name chunks: its default, and of its algorithms the one that has no seed."""
-
 
 class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One rank of one engine, as it found itself."""

@@ -56,7 +56,6 @@ PROMISED = {
     "lmcache.v1.distributed.api": {"MemoryLayoutDesc", "ObjectKey"},
     "lmcache.v1.distributed.internal_api": {"L2StoreResult"},
     "lmcache.v1.distributed.l2_adapters.base": {"L2AdapterInterface"},
-    "lmcache.v1.multiprocess.token_hasher": {"TokenHasher"},
     "lmcache.v1.platform": {"create_event_notifier"},
 }  # fmt: skip
 """What other files may import: what is documented, what a plugin or connector is built on or handed, and, where its absence is
@@ -106,7 +105,6 @@ def test_what_is_installed_is_accepted(part: host.Part) -> None:
             "lmcache.integration.vllm.lmcache_mp_connector:LMCacheMPConnector.get_num_new_matched_tokens",
             lambda self, request, computed: (0, False),  # does not ask for a tracker by the name that we override
         ),
-        ("adapter", "lmcache.v1.multiprocess.token_hasher:TokenHasher.compute_chunk_hashes", lambda self, ids: [b"x"]),
         ("api", "vllm.entrypoints.openai.completion.protocol:CompletionRequest", lambda model, prompt: object()),
     ],
 )
