@@ -1,8 +1,9 @@
-"""Plots of a training and of times, as PNG files."""
+"""Plots of a training and of times, as PNG."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,12 @@ def losses(rows: Sequence[Mapping[str, float]], path: Path, title: str) -> None:
         axes.plot(*zip(*points, strict=True), style, label=label, markersize=3, linewidth=1) if points else None
     axes.set(title=title, xlabel="step", ylabel="nats an answer token", yscale="log")
     axes.legend()
-    _save(axes, path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(_png(axes))
 
 
-def curves(
-    lines: Mapping[str, Sequence[tuple[float, float, float, float]]], path: Path, title: str, *, x: str, y: str
-) -> None:
-    """Draw a line a name through points of x, value, lowest and highest; axes by powers."""
+def curves(lines: Mapping[str, Sequence[tuple[float, float, float, float]]], title: str, *, x: str, y: str) -> bytes:
+    """Return a PNG with a line a name through points of x, value, lowest and highest; axes by powers."""
     axes = _axes(7, 4.5)
     for name, points in lines.items():
         at, value, low, high = np.array(points).T
@@ -37,17 +37,17 @@ def curves(
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
-    _save(axes, path)
+    return _png(axes)
 
 
-def over(points: Sequence[tuple[float, float]], path: Path, title: str, *, x: str, y: str) -> None:
-    """Draw a line through points of x and y, from 0 on."""
+def over(points: Sequence[tuple[float, float]], title: str, *, x: str, y: str) -> bytes:
+    """Return a PNG with a line through points of x and y, from 0 on."""
     axes = _axes(7, 3.5)
     axes.plot(*zip(*points, strict=True), linewidth=1.4)
     axes.set(title=title, xlabel=x, ylabel=y)
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
-    _save(axes, path)
+    return _png(axes)
 
 
 def _axes(width: float, height: float) -> Any:
@@ -59,6 +59,7 @@ def _axes(width: float, height: float) -> Any:
     return figure.add_subplot()
 
 
-def _save(axes: Any, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    axes.figure.savefig(path, dpi=120, format="png")
+def _png(axes: Any) -> bytes:
+    data = BytesIO()
+    axes.figure.savefig(data, dpi=120, format="png")
+    return data.getvalue()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import base64
-import html
 import json
-import tempfile
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,35 +11,14 @@ from typing import Any, NamedTuple
 
 from ... import __version__
 from ..machine import gpus, machine
-from .load import WAYS, Measured, Plan, Way
+from .load import Measured, Plan
 from .target import Target
 
-MEANING: dict[Way, str] = {
-    "dense": "every token of the prompt is computed: nothing came from a cache",
-    "prefix": "the document was asked about before, so that the server's own prefix cache has it",
-    "warm": "the document is a cartridge that is in the server's memory, and the connector brought its whole chunks",
-    "cold": "the same, dropped from the server's memory and disk copies just before (`POST /v1/cartridges/NAME/evict`)",
-}
-_WORDS = {
-    "p": "tokens of the document before the question",
-    "c": "requests at once",
-    "TTFT": "time to first token",
-    "TPOT": "time per output token of an answer, behind its first",
-    "ITL": "time between two tokens",
-    "vLLM, connector": "prompt tokens that its prefix cache had and that its connector brought, by its counters: a run whose "
-    "counters are not what its way means is in no figure",
-    "equal": "answers that are the dense way's to the same question, letter for letter; rounding alone may part two greedy answers",
-}
 _COLUMNS = {
     "TTFT ms": ("ttft_ms", "median"), "p95": ("ttft_ms", "p95"), "min": ("ttft_ms", "low"), "max": ("ttft_ms", "high"),
     "TPOT ms": ("tpot_ms", "median"), "ITL ms": ("itl_ms", "median"), "ITL p95": ("itl_ms", "p95"), "tokens/s": ("output", "median"),
 }  # fmt: skip
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 75rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
-table { border-collapse: collapse; font-size: 13px; } th, td { padding: .2rem .6rem; text-align: right; }
-th { border-bottom: 2px solid #888; } td { border-bottom: 1px solid #ddd; } .warning { color: #a00; font-weight: bold; }
-figure { margin: 1rem 0; } img { max-width: 100%; }
-"""
+_TEMPLATE = Path(__file__).with_name("report.html")
 
 
 class Report(NamedTuple):
@@ -57,10 +34,13 @@ class Report(NamedTuple):
 
 def write(report: Report, directory: Path) -> list[Path]:
     """Write `report.html` and `bench.json`."""
+    from jinja2 import Environment
+
     directory.mkdir(parents=True, exist_ok=True)
     found = as_values(report)
+    page = Environment(autoescape=True, trim_blocks=True).from_string(_TEMPLATE.read_text(encoding="utf-8"))
     (directory / "bench.json").write_text(json.dumps(found, indent=1) + "\n")
-    (directory / "report.html").write_text(_html(report, found))
+    (directory / "report.html").write_text(page.render(found, times=times(report.rows), pictures=_pictures(report)))
     return [directory / "report.html", directory / "bench.json"]
 
 
@@ -104,47 +84,8 @@ def _of(value: float | None) -> str:
     return "-" if value is None else f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
-def _html(report: Report, found: Mapping[str, Any]) -> str:
-    target, measured, client = report.target, report.measured, found["client"]
-    name = target.model.rstrip("/").rpartition("/")[2] if target.model[:1] in "./" else target.model
-    title = html.escape(f"{name} at {target.url}")
-    packages = ", ".join(f"{package} {version}" for package, version in client["packages"].items())
-    cards = "".join(f", {' '.join(gpu)}" for gpu in client["gpus"])
-    about = (
-        f"{sum(row['requests'] for row in report.rows)} answers of {report.plan.tokens} tokens in {measured.seconds:.0f} s, sent by "
-        f"vllm bench serve, {'with' if target.has_cartridges else 'without'} cartridges. Server: vLLM {target.version or 'not told'}"
-        f"{'' if target.is_local else ', on another machine'}. Client: lmcache-cartridge {__version__}, {client['cores']} cores of "
-        f"{client['cpu']}{cards}, load average {client['load_average']}, {packages}."
-    )
-    parts = [f"<h1>{title}</h1><p>{html.escape(about)}</p>"]
-    if measured.stopped:
-        parts.append(f'<p class="warning">Not whole: {html.escape(measured.stopped)}.</p>')
-    if bad := sum(bool(row["remarks"]) for row in report.rows):
-        parts.append(f'<p class="warning">{bad} of {len(report.rows)} rows are not as they should be; see below.</p>')
-    cells = times(report.rows) or [{"": "Nothing was measured."}]
-    head = "".join(f"<th>{html.escape(title)}</th>" for title in cells[0])
-    body = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row.values()) + "</tr>" for row in cells
-    )
-    parts.append(f"<table><tr>{head}</tr>{body}</table>")
-    for about, data in _pictures(report):
-        image = f'<img alt="{html.escape(about)}" src="data:image/png;base64,{base64.b64encode(data).decode()}">'
-        parts.append(f"<figure>{image}<figcaption>{html.escape(about)}</figcaption></figure>")
-    words = _WORDS | {way: MEANING[way] for way in WAYS if any(row["way"] == way for row in report.rows)}
-    for heading, lines in (
-        ("What the words mean", [f"{w}: {m}" for w, m in words.items()]),
-        ("Remarks", report.remarks),
-    ):
-        items = "".join(f"<li>{html.escape(line)}</li>" for line in lines)
-        parts.append(f"<h2>{heading}</h2><ul>{items}</ul>" if lines else "")
-    return (
-        f'<!doctype html><html lang=en><head><meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style></head><body>\n'
-        + "\n".join(parts) + "\n</body></html>\n"
-    )  # fmt: skip
-
-
-def _pictures(report: Report) -> list[tuple[str, bytes]]:
-    """Draw what there is to draw; nothing without matplotlib."""
+def _pictures(report: Report) -> list[tuple[str, str]]:
+    """Return what each picture shows and its PNG in base64; nothing without matplotlib."""
     if find_spec("matplotlib") is None:
         return []
     from .. import plot
@@ -155,12 +96,10 @@ def _pictures(report: Report) -> list[tuple[str, bytes]]:
             point = (row["p"], *(row["ttft_ms"][name] for name in ("median", "low", "high")))
             curves.setdefault(f"{row['way']}, c = {row['c']}", []).append(point)
     drawn = []
-    with tempfile.TemporaryDirectory() as scratch:
-        path = Path(scratch) / "picture.png"
-        if curves:
-            plot.curves(curves, path, "Time to first token", x="p, tokens of the document", y="ms")
-            drawn.append(("Time to first token over p: median, lowest and highest", path.read_bytes()))
-        if memory := [(at_s, size / 2**20) for at_s, size in report.measured.memory]:
-            plot.over(memory, path, "Memory of the server", x="seconds", y="MiB")
-            drawn.append((f"Memory over time: {report.measured.memory_of}", path.read_bytes()))
-    return drawn
+    if curves:
+        data = plot.curves(curves, "Time to first token", x="p, tokens of the document", y="ms")
+        drawn.append(("Time to first token over p: median, lowest and highest", data))
+    if memory := [(at_s, size / 2**20) for at_s, size in report.measured.memory]:
+        data = plot.over(memory, "Memory of the server", x="seconds", y="MiB")
+        drawn.append((f"Memory over time: {report.measured.memory_of}", data))
+    return [(about, base64.b64encode(data).decode()) for about, data in drawn]
