@@ -25,7 +25,6 @@ INTERRUPTED = 130
 """Exit status after Ctrl-C, with the report of what was measured."""
 TOKENS = 16
 """Tokens of each answer."""
-WAYS: Any = ("dense", "prefix", "warm", "cold")
 
 
 def _numbers(text: str) -> list[int]:
@@ -33,13 +32,6 @@ def _numbers(text: str) -> list[int]:
     if not parts or not all(part.isdecimal() and int(part) for part in parts):
         raise BadParameter(f"{text!r} is no list of numbers from 1 on")
     return sorted({int(part) for part in parts})
-
-
-def _ways(text: str) -> list[str]:
-    wanted = listed(text)
-    if not wanted or set(wanted) - set(WAYS):
-        raise BadParameter(f"there is no way {text!r}; there are {', '.join(WAYS)}")
-    return [way for way in WAYS if way in wanted]
 
 
 @command("bench --url http://localhost:8000 --cartridge handbook --c 1,4 --budget-s 300")
@@ -64,9 +56,6 @@ def bench(
     ] = None,
     c: Annotated[Any, option("requests at once", metavar="N,N", parser=_numbers)] = "1,4,16",
     repeat: Annotated[int, option("times that each is asked, by turns", min=1)] = 5,
-    ways: Annotated[
-        Any, option("default: all that can be had", metavar=",".join(WAYS), parser=_ways)
-    ] = None,
     budget_s: Annotated[
         float, option("stop measuring after so many seconds, with what there is", min=0.001)
     ] = 600,
@@ -86,7 +75,7 @@ def bench(
             target, maker = _running(stack, url, server_model, model, chunk_size)
         else:
             target, maker = _own(stack, str(model), p, chunk_size, shlex.split(vllm))
-        report = _measure(target, maker, cartridge, p, c, repeat, ways, budget_s)
+        report = _measure(target, maker, cartridge, p, c, repeat, budget_s)
         return _tell(report, page.write(report, output))
 
 
@@ -143,8 +132,7 @@ def _own(stack: ExitStack, model: str, p: list[int] | None, chunk: int, vllm: li
 
 
 def _measure(
-    target: Target, maker: Maker | None, names: list[str], p: list[int] | None, c: list[int], repeat: int,
-    wanted: Any, budget_s: float,
+    target: Target, maker: Maker | None, names: list[str], p: list[int] | None, c: list[int], repeat: int, budget_s: float,
 ) -> Report:  # fmt: skip
     from ..make.bench import figures
     from ..make.bench.load import Load, Plan
@@ -153,7 +141,7 @@ def _measure(
 
     if maker is not None:
         maker.run = maker.run.replace("validate", "bench")
-    plan = Plan([], c, repeat, TOKENS, wanted or WAYS, budget_s)
+    plan = Plan([], c, repeat, TOKENS, budget_s)
     asked = questions(target, plan.questions)
     load, around = Load(target, asked, TOKENS), max(map(len, asked)) + TOKENS
     with bars() as progress:
@@ -173,7 +161,7 @@ def _measure(
         told.append("the server has no counters of cached tokens, so that nothing shows that a run was of its way")
     if any(unlike.values()):
         told.append("a trained cartridge is compared in time with a generated text of p tokens, and not in its answers")
-    if "cold" in plan.ways and not all(place.files for place in chosen if place.cartridge):
+    if not all(place.files for place in chosen if place.cartridge):
         told.append("no file was dropped from the system's page cache, from which what is cold may have been read")
     return Report(target, plan, measured, rows, told)
 

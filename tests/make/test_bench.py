@@ -256,7 +256,7 @@ def test_errors_are_told_and_in_no_figure(start: Callable[..., Mock], bench: Any
 
 
 def test_a_stream_without_tokens_is_an_error_and_nothing_measured(bench: Any) -> None:
-    ran = bench("no tokens", "--ways", "dense", *LENGTHS)
+    ran = bench("no tokens", *LENGTHS)
     assert ran.status == 1 and ran.of("dense")[0]["ttft_ms"] is None and ran.of("dense")[0]["remarks"]
 
 
@@ -347,8 +347,6 @@ def test_interrupted_it_reports_what_there_is(start: Callable[..., Mock], tmp_pa
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (["--ways", ","], "there is no way ','; there are dense"),
-        (["--ways", "hot"], "there is no way 'hot'"),
         (["--repeat", "0"], "--repeat"),
         (["--budget-s", "nan"], "--budget-s"),
         (["--chunk-size", "0"], "--chunk-size"),
@@ -485,7 +483,7 @@ def test_out_of_time_it_returns_what_there_is(bench: Any, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(load.Load, "run", slow)
     monkeypatch.setattr(load.time, "monotonic", clock)
-    ran = bench("", "--ways", "dense", "--c", "1", "--repeat", "9", "--budget-s", "150")
+    ran = bench("", "--c", "1", "--repeat", "9", "--budget-s", "150")
     assert len(ran.found["runs"]) == 2 and "budget of 150 s" in ran.found["stopped"]
 
 

@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 from ...errors import CartridgeError, SourceError, UnsupportedEngine
 from ..progress import Progress, silent
 from .places import Place
-from .target import Target, held_of
+from .target import Target, most
 from .watch import memory_of
 
 Way = Literal["dense", "prefix", "warm", "cold"]
@@ -65,8 +65,7 @@ class Plan(NamedTuple):
     concurrency: Sequence[int]
     repeat: int
     tokens: int
-    ways: Sequence[Way] = WAYS
-    budget_s: float = float("inf")
+    budget_s: float
 
     @property
     def questions(self) -> int:
@@ -104,10 +103,10 @@ class Load:
         """Ask in all ways by turns. Out of time or interrupted, it returns what there is. Never raises for a request."""
         found, started, done = Measured(), time.monotonic(), 0
         found.memory_of, memory = memory_of(self._target)
-        number = len(plan.places) * len(plan.concurrency) * plan.repeat * len(plan.ways)
+        number = len(plan.places) * len(plan.concurrency) * plan.repeat * len(WAYS)
         try:
             for place in plan.places:
-                ways = [way for way in plan.ways if self._is_to_be_had(way, place, found)]
+                ways = [way for way in WAYS if self._is_to_be_had(way, place, found)]
                 question = 1
                 for c in plan.concurrency:
                     for turn in range(plan.repeat):
@@ -175,7 +174,7 @@ class Load:
         try:
             if way == "cold":
                 return self._cold(place.cartridge, place.files)
-            is_warm = held_of(self._target.cartridge(place.cartridge)) >= place.chunks
+            is_warm = most(self._target.cartridge(place.cartridge), "resident_chunks") >= place.chunks
             return None if is_warm else f"{place.cartridge} was not in memory before"
         except CartridgeError as error:
             return str(error)
@@ -185,7 +184,7 @@ class Load:
         while True:
             if refused := self._target.evict(name):
                 return refused
-            if not held_of(self._target.cartridge(name)):
+            if not most(self._target.cartridge(name), "resident_chunks"):
                 for file in files:
                     drop(file)
                 return None

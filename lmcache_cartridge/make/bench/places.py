@@ -10,12 +10,11 @@ from ...artifact.reading import PAYLOAD
 from ...errors import CartridgeError
 from ..progress import Progress, silent
 from ..trial import texts
-from .target import UNFIT, Target, chunks_of
+from .target import UNFIT, Target, most
 
 if TYPE_CHECKING:
     from ..trial.maker import Maker
 
-_TRIES = 3
 LENGTHS = (256, 1024, 4096, 16_384, 32_768)
 """The p that are asked for where nothing else is said."""
 
@@ -44,19 +43,16 @@ def questions(target: Target, count: int) -> list[list[int]]:
 
 def plain(target: Target, p: int) -> Place:
     """Return a document of generated text, of p tokens."""
-    words = max(p, 100)
-    for _ in range(_TRIES):  # of a tokenizer that makes less than a token of a word
-        ids = target.tokenize(prompt=texts.write(f"bench {p}", words).text, add_special_tokens=True)
-        if len(ids) >= p:
-            return Place(p, tuple(ids[:p]))
-        words *= 3
-    raise CartridgeError(f"a text of {p} tokens was wanted, and {words // 3} words have {len(ids)}")
+    ids = target.tokenize(prompt=texts.write(f"bench {p}", p).text, add_special_tokens=True)
+    if len(ids) < p:
+        raise CartridgeError(f"a text of {p} tokens was wanted, and as many words have {len(ids)}")
+    return Place(p, tuple(ids[:p]))
 
 
 def of_cartridge(target: Target, name: str) -> Place:
     """Return the place of a cartridge that the server has. Raises `CartridgeError` where it is none to be measured."""
     found = target.cartridge(name)
-    name, p, chunks = f"{found['id']}@{found['version']}", found["positions"], chunks_of(found)
+    name, p, chunks = f"{found['id']}@{found['version']}", found["positions"], most(found, "chunks")
     if found["state"] in UNFIT:
         raise CartridgeError(f"{name} is {found['state']} on {target.url}; `lmcache-cartridge list` says why")
     if not chunks:

@@ -55,7 +55,7 @@ class Target(Server):
     def cartridges(self) -> list[dict[str, Any]]:
         """Return those that ids stand for and that can be served, the shortest first; none where it has no such route."""
         rows = self._told("/v1/cartridges").get("data", ())
-        found = [row for row in rows if row["current"] and row["state"] not in UNFIT and chunks_of(row)]
+        found = [row for row in rows if row["current"] and row["state"] not in UNFIT and most(row, "chunks")]
         return sorted(found, key=lambda row: (row["positions"], row["id"]))
 
     def evict(self, name: str) -> str | None:
@@ -76,11 +76,6 @@ class Target(Server):
         return {}
 
 
-def chunks_of(row: dict[str, Any]) -> int:
-    """Return how many whole chunks a cartridge has, which are injected."""
-    return max((tier["chunks"] for tier in row["tiers"].values()), default=0)
-
-
-def held_of(row: dict[str, Any]) -> int:
-    """Return how many of them the tier of memory has that holds most."""
-    return max((tier["resident_chunks"] for tier in row["tiers"].values()), default=0)
+def most(row: dict[str, Any], what: str) -> int:
+    """Return how many whole `chunks` a cartridge has, which are injected, or `resident_chunks` the tier that holds most."""
+    return max((tier[what] for tier in row["tiers"].values()), default=0)
