@@ -41,14 +41,12 @@ from .options import (
     root_of,
     stored,
     tell,
+    valid_id,
 )
 from .show import bars, say, show, warn, working
 
 if TYPE_CHECKING:
     from ..artifact.manifest import Manifest
-    from ..library.registry import Registry
-    from ..make.document import Document
-    from ..make.model import CausalModel
 
 USUAL_CHUNK = 256
 """The chunk size of servers by default."""
@@ -117,66 +115,33 @@ def build(
     ray: Ray = None,
 ) -> int | None:  # fmt: skip
     """Make cartridges of documents, check and register them. Whole or compacted; or of a registered cartridge."""
-    from ..artifact.manifest import check_id
-
     options: dict[str, Any] = {"dtype": dtype, "device": device, "lora": lora, "max_model_len": max_model_len}
+    arguments = _arguments(chat_arguments)
     if corpus:
         check(locals(), "--id, --document, --messages, --token-ids, --from, --url, --questions, --held-out, --refine, "
               "--no-promote need one document, not many")  # fmt: skip
         _check_build(locals() | {"document": corpus})
-        parsed = {"chat_arguments": _arguments(chat_arguments), "compact": length(compact) if compact else None}
+        parsed = {"chat_arguments": arguments, "compact": length(compact) if compact else None}
         return many(corpus, locals() | parsed)
     check(locals(), ONE, "build needs --id")
     assert id is not None, "checked"
-    check_id(id)
     _check_build(locals())
     registry = registry_of()
-    before, source = (None, None) if from_ is None else stored(from_)
-    made: dict[str, Any] = {"cartridge_id": id, "encoding": payload}
-    if compact is not None:
-        _compact(registry, before, source or document, locals())
-        return None
     version, root = next_version(id, registry)
-    if source is not None:
-        from ..make.write import compress
+    made: dict[str, Any] = {"cartridge_id": id, "version": version, "encoding": payload}
+    with bars() as progress:
+        made["progress"] = progress
+        if compact is not None:
+            manifest, more = _compact(root, locals())
+        elif from_ is not None:
+            from ..make.write import compress
 
-        with bars() as progress:
-            manifest = compress(source, root, cartridge_id=id, version=version, progress=progress)
-        finish(registry, manifest, root, promote=not no_promote, bytes_before=before and before.payload_bytes)
-        return None
-    made["version"] = version
-    if url is not None:
-        from ..make import remote
-        from ..make.server import Server
-
-        said, source = messages and _json(messages.read_text(), messages), document or token_ids or messages
-        text = remote.Text(source, token_ids, said, chat, _arguments(chat_arguments))
-        with Server(url) as server, bars() as progress:
-            manifest = remote.build(server, text, root, progress=progress, **made)
-    else:
-        assert model is not None, "checked"
-        loaded = load_model(model, **options)
-        from ..make import prefill
-
-        read = _read(loaded, document, token_ids, messages, chat, chat_template, chat_arguments)
-        with bars() as progress:
-            manifest = prefill.build(
-                loaded, read, root, chunk_tokens=chunk_size or 256, canary=canary or prefill.CANARY, progress=progress, **made
-            )  # fmt: skip
-    warnings = []
-    if manifest.positions < USUAL_CHUNK:
-        warnings.append(
-            f"{manifest.positions} positions fill no chunk of {USUAL_CHUNK} tokens, so a server with the default chunk size "
-            "injects none of them and computes the document each time; serve it with a smaller --chunk-size"
-        )
-    warn(warnings)
-    found = manifest.provenance.canary
-    finish(
-        registry, manifest, root, promote=not no_promote,
-        canary_top1_equal=found and found.top1_equal,
-        canary_max_abs_logit_difference=found and found.max_abs_logit_difference,
-        canary_sensitivity=manifest.canary and manifest.canary.sensitivity, warnings=warnings,
-    )  # fmt: skip
+            before, source = stored(from_)
+            del made["encoding"]
+            manifest, more = compress(source, root, **made), {"bytes_before": before.payload_bytes}
+        else:
+            manifest, more = _prefill(root, locals())
+    finish(registry, manifest, root, promote=not no_promote, **more)
     return None
 
 
@@ -198,10 +163,56 @@ def _check_build(given: dict[str, Any]) -> None:
     )  # fmt: skip
 
 
-def _compact(registry: Registry, before: Manifest | None, source: Path | None, given: dict[str, Any]) -> None:
-    """Carry out `build --compact`, of a document or of a cartridge's directory."""
+def _prefill(root: Path, given: dict[str, Any]) -> tuple[Manifest, dict[str, Any]]:
+    """Make a cartridge of a whole document, here or on a server, and return what there is to tell of it."""
+    document, token_ids, messages = given["document"], given["token_ids"], given["messages"]
+    source, arguments = document or token_ids or messages, given["arguments"]
+    if given["url"] is not None:
+        from ..make import remote
+        from ..make.foreign.ids import read_json
+        from ..make.server import Server
+
+        text = remote.Text(source, token_ids, messages and read_json(messages), given["chat"], arguments)
+        with Server(given["url"]) as server:
+            manifest = remote.build(server, text, root, **given["made"])
+    else:
+        loaded = load_model(given["model"], **given["options"])
+        from blake3 import blake3
+
+        from ..make import prefill
+        from ..make.chat import read_chat
+        from ..make.document import read_document, read_ids
+
+        if token_ids is not None:
+            read = read_ids(loaded, token_ids)._replace(path=source, blake3=blake3(source.read_bytes()).hexdigest())
+        elif given["chat"] is None and messages is None:
+            read = read_document(loaded, document)
+        else:
+            if given["chat_template"] is not None:
+                loaded.tokenizer.chat_template = given["chat_template"].read_text()
+            read = read_chat(loaded, source, given["chat"], arguments)
+        chunk, canary = given["chunk_size"] or USUAL_CHUNK, given["canary"] or prefill.CANARY
+        manifest = prefill.build(loaded, read, root, chunk_tokens=chunk, canary=canary, **given["made"])
+    warnings = []
+    if manifest.positions < USUAL_CHUNK:
+        warnings.append(
+            f"{manifest.positions} positions fill no chunk of {USUAL_CHUNK} tokens, so a server with the default chunk size "
+            "injects none of them and computes the document each time; serve it with a smaller --chunk-size"
+        )
+    warn(warnings)
+    found, asked = manifest.provenance.canary, manifest.canary
+    return manifest, {
+        "canary_top1_equal": found and found.top1_equal,
+        "canary_max_abs_logit_difference": found and found.max_abs_logit_difference,
+        "canary_sensitivity": asked and asked.sensitivity, "warnings": warnings,
+    }  # fmt: skip
+
+
+def _compact(root: Path, given: dict[str, Any]) -> tuple[Manifest, dict[str, Any]]:
+    """Make a shorter cartridge of a document or of a cartridge, and return what there is to tell of it."""
     import msgspec
 
+    before, source = (None, given["document"]) if given["from_"] is None else stored(given["from_"])
     compress, positions = length(given["compact"])
     chunk = given["chunk_size"] or (USUAL_CHUNK if before is None else before.stored.chunk_tokens)
     loaded = load_model(given["model"], None if before is None else before.fingerprint, **given["options"])
@@ -217,61 +228,25 @@ def _compact(registry: Registry, before: Manifest | None, source: Path | None, g
         more = {name: given[name] for name in ("refine", "accept") if given[name] is not None}
         return Wanted(p, asked, held_out, **more)
 
-    version, root = next_version(given["id"], registry)
-    make: Any = build_compact if before is None else compact_cartridge
-    with bars() as progress:
-        manifest = make(
-            loaded,
-            source,
-            root,
-            wanted,
-            version=version,
-            chunk_tokens=chunk,
-            say=say,
-            progress=progress,
-            **given["made"],
-        )
+    make = build_compact if before is None else compact_cartridge
+    manifest = make(loaded, source, root, wanted, chunk_tokens=chunk, say=say, **given["made"])
     about, tokens = manifest.provenance.compaction, manifest.document
     assert about is not None and tokens is not None, "compaction writes both"
-    finish(
-        registry, manifest, root, promote=not given["no_promote"], compression=round(tokens.count / manifest.positions, 2),
-        queries=about.queries, query_tokens=about.query_tokens, refine=about.refine,
-        measured=msgspec.to_builtins(about.measured), seconds=about.seconds,
-    )  # fmt: skip
-
-
-def _read(
-    model: CausalModel, document: Any, token_ids: Path | None, messages: Path | None, chat: str | None,
-    template: Path | None, arguments: str,
-) -> Document:  # fmt: skip
-    """Return the tokens to build from, and where they came from."""
-    from blake3 import blake3
-
-    from ..make.chat import read_chat
-    from ..make.document import read_document, read_ids
-
-    if token_ids is not None:
-        source = document or token_ids
-        return read_ids(model, token_ids)._replace(path=source, blake3=blake3(source.read_bytes()).hexdigest())
-    if chat is None and messages is None:
-        return read_document(model, document)
-    if template is not None:
-        model.tokenizer.chat_template = template.read_text()
-    return read_chat(model, messages or document, chat, _arguments(arguments))
+    return manifest, {
+        "compression": round(tokens.count / manifest.positions, 2), "queries": about.queries,
+        "query_tokens": about.query_tokens, "refine": about.refine, "measured": msgspec.to_builtins(about.measured),
+        "seconds": about.seconds,
+    }  # fmt: skip
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    given = _json(text or "{}", "--chat-arguments")
+    try:
+        given = json.loads(text or "{}")
+    except ValueError as error:
+        raise CartridgeError(f"--chat-arguments is no JSON: {error}") from None
     if not isinstance(given, dict):
         raise CartridgeError(f"--chat-arguments {text} is no JSON object")
     return given
-
-
-def _json(text: str, what: object) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise CartridgeError(f"{what} is no JSON: {error}") from None
 
 
 @command("import ./adapter --model ./llama --id handbook", "import")
@@ -282,7 +257,9 @@ def import_(
                  "PREFIX_TUNING directory or its Hub id; .pt file of trainable_keys and frozen_keys or fixed_keys, of a list "
                  "of (K, V), or of token_ids and kv_cache; a JSON file of token ids"),
     ],
-    id: Annotated[str | None, option("name of the cartridge; one that is registered has its own")] = None,
+    id: Annotated[
+        str | None, option("name of the cartridge; one that is registered has its own", callback=valid_id)
+    ] = None,
     model: Annotated[str | None, option("directory or cached Hub id of the model that the KV is of")] = None,
     document: Annotated[
         Path | None, file("text that a trained cartridge stands for, for the setting on_miss=document")
@@ -316,9 +293,6 @@ def import_(
         raise CartridgeError(
             f"{path} is no cartridge yet, which has a manifest.json; to make one give --id and --model"
         )
-    from ..artifact.manifest import check_id
-
-    check_id(id)
     with working("read the checkpoint"):
         from ..make.foreign.convert import import_
         from ..make.foreign.recognise import locate, recognise

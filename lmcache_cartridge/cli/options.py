@@ -49,6 +49,13 @@ def file(help: str, *names: str) -> Any:
     return Option(*names, help=help, metavar="FILE", exists=True, dir_okay=False)
 
 
+def valid_id(id: str | None) -> str | None:
+    """Return the id of a cartridge to be made. Raises `ManifestError` for one that may name none."""
+    from ..artifact.manifest import check_id
+
+    return None if id is None else check_id(id)
+
+
 _COMMON = [
     inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
     for name, default, kind in (
@@ -63,7 +70,7 @@ Corpus = Annotated[
     Argument(help="many documents in place of --document and --id: text files, directories of them, patterns, or .jsonl "
                   "files of {id, text}; ids are names without suffixes. What is there already is not made again"),
 ]  # fmt: skip
-Id = Annotated[str | None, option("name of the cartridge; another content of it is a new version")]
+Id = Annotated[str | None, option("name of the cartridge; another content of it is a new version", callback=valid_id)]
 Model = Annotated[str | None, option("directory or cached Hub id of a causal language model")]
 Lora = Annotated[
     Path | None,

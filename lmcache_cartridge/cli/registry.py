@@ -12,7 +12,20 @@ from typer import Argument
 
 from ..artifact.location import is_remote
 from ..errors import CartridgeError
-from .options import NAMED, Library, Name, NoPromote, check, command, opened, option, registry_of, root_of, settings_of
+from .options import (
+    NAMED,
+    Library,
+    Name,
+    NoPromote,
+    check,
+    command,
+    opened,
+    option,
+    registry_of,
+    root_of,
+    settings_of,
+    valid_id,
+)
 from .show import bars, show, table
 
 if TYPE_CHECKING:
@@ -224,16 +237,13 @@ def _push(name: str, location: str, *, force: bool) -> None:
 @command("pull s3://cartridges/handbook/1")
 def pull(
     location: Annotated[str, Argument(help="s3://bucket/prefix that a cartridge was published to")],
-    id: Annotated[str | None, option("name of the cartridge here (default: its own)")] = None,
+    id: Annotated[str | None, option("name of the cartridge here (default: its own)", callback=valid_id)] = None,
     no_promote: NoPromote = False,
 ) -> None:
     """Bring a cartridge from S3 here, verify and register it."""
-    from ..artifact.manifest import check_id
     from ..sources import s3, transfer
 
     s3.parse(location)
-    if id is not None:
-        check_id(id)
     registry, directory = registry_of(), settings_of().cartridges_dir
     with _transfer() as (source, shown):
         done = transfer.pull(location, source, registry, directory, progress=shown, name=id, promote=not no_promote)

@@ -98,15 +98,12 @@ def train(
     ray: Ray = None,
 ) -> int | None:  # fmt: skip
     """Train cartridges much shorter than their documents. Registers them; interrupted, it goes on."""
-    from ..artifact.manifest import check_id
-
     if corpus:
         check(locals(), "--questions, --held-out need one document, not many; of many --self-study has them written",
               "--id, --document, --no-promote need one document, not many",
               "train of many documents needs --self-study; say how many questions on each")  # fmt: skip
     else:
         check(locals(), ONE, "train needs --id", "train needs --document", "train needs --questions or --self-study")
-        check_id(id or "")
     check(locals(), "--writer-url needs --self-study; say how many")
     values = {name: value for name, value in locals().items() if name not in ("set", "accept", "restart")} | _recipe(
         set
