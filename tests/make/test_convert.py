@@ -239,6 +239,8 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
     "batch of two": (
         lambda p: _saved(p, [(t.clone(), t.clone()) for t in torch.ones(3, 2, 2, P, 64)]), r"shape \(2, 2, 64, 64\)"),
     "uneven layers": (lambda p: _saved(p, [(k, v[:, :, n // 2 :]) for n, (k, v) in enumerate(_pairs(foreign.random_kv(P)))]), "values of layer 2 have 63 positions, the first 64"),
+    "layers of two orders": (lambda p: _saved(p, [(k.transpose(1, 2), v.transpose(1, 2)) if n else (k, v) for n, (k, v) in enumerate(_pairs(foreign.random_kv(8)))]),
+                             r"values of layer 2 have shape \(1, 8, 2, 64\)"),
     "length": (lambda p: foreign.pairs(foreign.random_kv(8192), p / "a.pt"), "KV of 8192 positions; the model's context"),
     "no position": (lambda p: _saved(p, [(torch.ones(1, 2, 0, 64),) * 2] * 3), "KV of no position"),
     "int8": (lambda p: _kv(p, dtype=torch.int8), "dtype int8; expected bfloat16, float16, float32 or float64"),

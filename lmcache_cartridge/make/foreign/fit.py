@@ -94,7 +94,8 @@ def _reading(foreign: Foreign, shape: Fingerprint, axes: str | None) -> str:
     wanted = [named] if named else list(READINGS)
     fitting = [reading for reading in wanted if all(_fits(t, reading, shape) for _, t in tensors)]
     if not fitting:
-        name, tensor = next(each for each in tensors if not any(_fits(each[1], reading, shape) for reading in wanted))
+        misfits = (each for each in tensors if not any(_fits(each[1], reading, shape) for reading in wanted))
+        name, tensor = next(misfits, tensors[-1])  # the last of layers that are each of another reading
         sizes = {"H": str(shape.kv_heads), "T": "p", "D": str(shape.head_size)}
         expected = " or ".join(f"(1, {', '.join(sizes[axis] for axis in reading)})" for reading in wanted)
         raise ModelMismatch(
