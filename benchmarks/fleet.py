@@ -106,7 +106,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if not request.path.endswith("/render"):
             return Reply(body={"choices": [{"text": "x"}]})
         [name] = json.loads(request.body)["cartridges"]
-        return Reply(body={"token_ids": [*ids_of(int(name.rpartition("-")[2])), 5]})
+        shown = {"token_ids": [*ids_of(int(name.rpartition("-")[2])), 5]}
+        return Reply(body=json.dumps([shown]).encode())
 
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         directory = Path(scratch)

@@ -48,7 +48,7 @@ class _Shown(msgspec.Struct):
     model: str | None = None
 
 
-_decode = msgspec.json.Decoder(_Shown | tuple[_Shown]).decode
+_decode = msgspec.json.Decoder(tuple[_Shown]).decode
 
 
 class Renderer:
@@ -103,8 +103,7 @@ class Renderer:
                 async with self._session.post(url, json=body, headers=headers) as response:
                     status, told = response.status, await response.read()
                 if status == 200:
-                    shown = _decode(told)
-                    shown = shown[0] if isinstance(shown, tuple) else shown
+                    [shown] = _decode(told)
                     return Tokens(shown.token_ids[:-1], pod.adapter(shown.model or body.get("model")))
             except (*UNREACHABLE, msgspec.DecodeError, ValueError):
                 continue
