@@ -728,7 +728,7 @@ class TestApi(ApiTests):
         assert sum(same for same, _ in compared) >= (2 + 2 + 1) * (2 + 4) / 2, "rounding may part some, not most"
         assert found["server"]["version"] and found["memory"]["seconds_and_bytes"]
         left = [row.id for row in Registry(served.settings.registry_path).all()]
-        assert not [name for name in left if name.startswith("bench-")], "its cartridges are taken away"
+        assert not [name for name in left if name.startswith("trial-")], "its cartridges are taken away"
 
     def test_odd_requests_get_an_error_of_their_own_or_the_right_answer(self, served: Served) -> None:
         fact, home, http = served.wards["a"].facts[0], str(served.settings.home), served.asker.http

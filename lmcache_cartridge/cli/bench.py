@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import BadParameter
 
 from ..errors import CartridgeError, SettingsError
-from .making import load_for, maker_of
+from .making import load_for
 from .options import ServedChunk, ServerModel, Url, Vllm, check, command, listed, load_model, option, settings_of
 from .show import bars, is_json, say, show, table
 
@@ -107,7 +107,9 @@ def _running(
     if not target.has_cartridges:
         raise CartridgeError(f"{target.url} has no route /v1/cartridges, so no cartridge can be made for it; "
                              "leave out --model")  # fmt: skip
-    maker = maker_of(lambda: load_model(model), settings_of(), chunk)
+    from ..make.trial.maker import Maker
+
+    maker = Maker(load_model(model), settings_of(), chunk)
     stack.callback(maker.clear)
     return target, maker
 
@@ -116,13 +118,14 @@ def _own(stack: ExitStack, model: str, p: list[int] | None, chunk: int, vllm: li
     """Return a server that is started here, and what makes cartridges for it; both end with `stack`."""
     from ..make.bench import places
     from ..make.bench.target import Target
+    from ..make.trial.maker import Maker
     from ..make.trial.own import OwnServer
 
     home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cartridge-bench-")))
     loaded, args = load_for(vllm, model)
     room = room_bytes(p or places.LENGTHS, loaded.context_tokens, loaded.fingerprint.token_bytes)
     server = OwnServer(model, home, chunk_tokens=chunk, vllm_args=args, settings={"admin": True, "cpu_bytes": room})
-    maker = maker_of(lambda: loaded, server.settings, chunk)
+    maker = Maker(loaded, server.settings, chunk)
     say(f"starting a server of {model} (tens of seconds)")
     stack.callback(server.stop)
     server.start()
@@ -139,8 +142,6 @@ def _measure(
     from ..make.bench.page import Report
     from ..make.bench.places import choose, questions
 
-    if maker is not None:
-        maker.run = maker.run.replace("validate", "bench")
     plan = Plan([], c, repeat, TOKENS, budget_s)
     asked = questions(target, plan.questions)
     load, around = Load(target, asked, TOKENS), max(map(len, asked)) + TOKENS

@@ -10,8 +10,6 @@ from .show import bar, show
 
 if TYPE_CHECKING:
     from ..make.model import CausalModel
-    from ..make.trial.maker import Maker
-    from ..settings import Settings
 
 
 ONE = "--publish, --ray need many documents; `publish` takes one"
@@ -34,16 +32,6 @@ def many(places: list[str], given: Mapping[str, Any]) -> int:
     counted = f"{made} made, {len(rows) - made - len(failed)} there already, {len(failed)} failed"
     show([row._asdict() for row in rows], "\n".join([counted, *(f"{row.document}: {row.problem}" for row in failed)]))
     return int(bool(failed))
-
-
-def maker_of(loaded: Any, settings: Settings, chunk: int, **more: Any) -> Maker:
-    """Return what makes cartridges of `loaded()` for the server of such settings, in its registry."""
-    from ..library.quarantine import Quarantine
-    from ..library.registry import Registry
-    from ..make.trial.maker import Home, Maker
-
-    kept = Home(Registry(settings.registry_path), Quarantine(settings.quarantine_dir))
-    return Maker(loaded, kept, settings.cartridges_dir, chunk=chunk, **more)
 
 
 def load_for(vllm: list[str], model: str, dtype: str = "auto") -> tuple[CausalModel, list[str]]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument
 
 from ..errors import CartridgeError, SettingsError
-from .making import load_for, maker_of
+from .making import load_for
 from .options import (
     NAMED,
     ServedChunk,
@@ -127,6 +127,7 @@ def _started(
     stack: ExitStack, scratch: Path, models: list[str], modes: list[Mode], chunk: int, vllm: list[str]
 ) -> Context:
     """Return cartridges on a server that is started here, and ends with `stack`."""
+    from ..make.trial.maker import Maker
     from ..make.trial.own import OwnServer
     from ..validate.context import Context
 
@@ -135,7 +136,7 @@ def _started(
         loaded, args = load_for(vllm, model, dtype)
         server = OwnServer(model, home, mode=modes[0], chunk_tokens=chunk, vllm_args=args)
         home.mkdir(exist_ok=True, parents=True)
-        maker = maker_of(lambda: loaded, server.settings, chunk)
+        maker = Maker(loaded, server.settings, chunk)
         return server, maker, maker.three()
 
     own, maker, held = made(models[0], scratch)
@@ -154,14 +155,14 @@ def _running(
 ) -> Context:
     """Return cartridges made for a server that somebody else runs, taken away with `stack`, or those that it has."""
     from ..make.server import Server
+    from ..make.trial.maker import Maker
     from ..validate.context import Context, existing
 
     client = stack.enter_context(Server(url, server_model))
     if not models:
         return Context(client, existing(client, names))
-    maker = maker_of(
-        lambda: load_model(models[0], max_model_len=client.max_model_len()), settings_of(), chunk, progress=progress
-    )
+    model = load_model(models[0], max_model_len=client.max_model_len())
+    maker = Maker(model, settings_of(), chunk, progress)
     stack.callback(maker.clear)
     return Context(client, maker.three(), maker=maker, static=_static)
 

@@ -23,7 +23,7 @@ tier = pytest.mark.tier
 def test_lifecycle(context: Context, tell: Tell) -> None:
     """Register, make a new version, label, promote and remove: each is followed without a restart."""
     maker = _maker(context)
-    registry, name, label = maker.shelf.registry, f"{maker.run}-life", f"{maker.run}-label"
+    registry, name, label = maker.registry, f"{maker.run}-life", f"{maker.run}-label"
     size = maker.chunk + maker.chunk // 8
     first = maker.prefill(name, size)
     question = first.questions[0]
@@ -80,7 +80,7 @@ def test_restart(context: Context, tell: Tell) -> None:
 @tier("9", "corrupt bytes")
 def test_corrupt(context: Context, tell: Tell) -> None:
     """Flip one bit of a cartridge's payload: its answers stay right or are refused, and it is quarantined."""
-    maker = _maker(context, damages=True)
+    maker = _maker(context)
     one = maker.prefill(f"{maker.run}-corrupt", 2 * maker.chunk + 8, add=False)
     assert one.manifest is not None and one.root is not None
     maker.kv(one)  # read while it is sound
@@ -101,7 +101,7 @@ def test_corrupt(context: Context, tell: Tell) -> None:
 @tier("9", "missing bytes")
 def test_missing(context: Context, tell: Tell) -> None:
     """Take a registered cartridge's bytes away: its answers stay right or are refused, others answer on."""
-    maker = _maker(context, damages=True)
+    maker = _maker(context)
     one = maker.prefill(f"{maker.run}-missing", 2 * maker.chunk + 9)
     assert one.manifest is not None and one.root is not None
     maker.kv(one)  # read while it is there
@@ -126,11 +126,9 @@ def _never_wrong(context: Context, one: Held, what: str) -> str:
     return " and ".join(f"{outcomes.count(each)} x {each}" for each in dict.fromkeys(outcomes))
 
 
-def _maker(context: Context, *, damages: bool = False) -> Maker:
+def _maker(context: Context) -> Maker:
     if context.maker is None:
-        unchecked("needs --model, and the registry (--home) or --library that the server follows")
-    if damages and not context.maker.shelf.local:
-        unchecked("a published library takes sound artefacts only; this needs a server with a registry (--home)")
+        unchecked("needs --model, and a server that follows the registry of --home")
     return context.maker
 
 

@@ -142,7 +142,7 @@ class Served(NamedTuple):
         found = json.loads(out.getvalue())
         assert status == (0 if found["passed"] else 1)
         left = [row.id for row in Registry(self.settings.registry_path).all()]
-        assert not [name for name in left if name.startswith("validate-")], left
+        assert not [name for name in left if name.startswith("trial-")], left
         return found["rows"]
 
 

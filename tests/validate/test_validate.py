@@ -25,13 +25,13 @@ from routers import Reply, Request
 from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.cli.recall import MODEL_DIR
 from lmcache_cartridge.errors import CartridgeError, CartridgeNotFound
-from lmcache_cartridge.library.quarantine import Quarantine
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make.server import Reply as Answered
 from lmcache_cartridge.make.server import Server
 from lmcache_cartridge.make.trial import texts
-from lmcache_cartridge.make.trial.maker import Held, Home, Maker, parts
+from lmcache_cartridge.make.trial.maker import Held, Maker, parts
 from lmcache_cartridge.make.trial.own import OwnServer, eager, reason
+from lmcache_cartridge.settings import from_mapping
 from lmcache_cartridge.validate import suite, test_answers, test_changes, test_known, test_others
 from lmcache_cartridge.validate.compare import Noise, compare_logprobs
 from lmcache_cartridge.validate.context import Context, existing
@@ -265,7 +265,7 @@ class Life:
     def __init__(self, stub: Stub, directory: Path, broken: str = "") -> None:
         self.stub, self.broken, self.directory = stub, broken, directory
         self.labels: dict[str, str] = {}
-        self.shelf = SimpleNamespace(registry=self, local=True)
+        self.registry = self
 
     def prefill(self, cartridge_id: str, positions: int, *, version: int = 1, add: bool = True) -> Held:
         name, ids = f"{cartridge_id}@{version}", [version, *range(2, positions + 1)]
@@ -457,9 +457,7 @@ def test_every_tier_has_a_check() -> None:
 
 def test_what_cannot_be_taken_back_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     registry = Registry(tmp_path / "registry.sqlite")
-    maker = Maker(
-        lambda: pytest.fail("no model is needed"), Home(registry, Quarantine(tmp_path / "quarantine")), tmp_path
-    )
+    maker = Maker(None, from_mapping({"home": tmp_path}), 32)
     for name in ("a", "b"):
         make_artifact(tmp_path / name, positions=32, cartridge_id=name)
         maker.add(tmp_path / name)

@@ -113,5 +113,5 @@ def _fits(target: Target, p: int, around: int) -> bool:
 
 def _made(maker: Maker, p: int) -> Place:
     one = maker.prefill(f"{maker.run}-{p}", p)
-    files = (one.root / PAYLOAD,) if one.root and maker.shelf.local else ()
-    return Place(p, one.ids, one.name, p // maker.chunk, files=files)
+    assert one.root is not None, "it was made here"
+    return Place(p, one.ids, one.name, p // maker.chunk, files=(one.root / PAYLOAD,))

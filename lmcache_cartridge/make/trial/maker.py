@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import shutil
 import uuid
-from collections.abc import Callable, Sequence
-from functools import cached_property
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...artifact import reading
 from ...errors import CartridgeError, CartridgeNotFound
+from ...library.quarantine import Quarantine
+from ...library.registry import Registry
 from ..progress import Progress, silent
 from . import texts
 
@@ -19,8 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from ...artifact.manifest import Manifest
-    from ...library.quarantine import Quarantine
-    from ...library.registry import Registry
+    from ...settings import Settings
     from ..model import CausalModel
 
 logger = logging.getLogger(__name__)
@@ -56,55 +56,26 @@ def parts(ids: Sequence[int]) -> list[tuple[int, ...]]:
     return [tuple(ids[start : start + _WINDOW]) for start in starts]
 
 
-class Home:
-    """The registry of a directory that the server follows."""
-
-    local = True
-    """Whether the files stay where they were made, so that they can be damaged."""
-
-    def __init__(self, registry: Registry, quarantine: Quarantine) -> None:
-        self.registry, self._quarantine = registry, quarantine
-
-    def add(self, root: Path) -> Manifest:
-        """Let the server have the artefact at `root`."""
-        return self.registry.register(root)
-
-    def forget(self, digest: str) -> None:
-        """Take back that a cartridge was found corrupt; no change if it was not."""
-        self._quarantine.lift(digest)
-
-
 class Maker:
-    """Makes cartridges and takes them away again. Loads torch with the first."""
+    """Makes cartridges in the registry that a server follows, and takes them away again."""
 
-    def __init__(
-        self, load: Callable[[], CausalModel], shelf: Home, directory: Path, *, chunk: int = 256,
-        progress: Progress = silent,
-    ) -> None:  # fmt: skip
-        """Artefacts go below `directory`."""
-        self._load, self.shelf, self.directory, self.chunk = load, shelf, directory, chunk
-        self._progress = progress
-        self.run = f"validate-{uuid.uuid4().hex[:6]}"
+    def __init__(self, model: CausalModel, settings: Settings, chunk: int, progress: Progress = silent) -> None:
+        """`model` is the user's, as transformers has it, `settings` the server's, `chunk` the tokens of its chunks."""
+        self.model, self.chunk, self._progress = model, chunk, progress
+        self.registry, self._quarantine = Registry(settings.registry_path), Quarantine(settings.quarantine_dir)
+        self.directory = settings.cartridges_dir
+        self.run = f"trial-{uuid.uuid4().hex[:6]}"
         """How the ids of these cartridges begin."""
         self._made: list[str] = []
         self._trained: dict[str, str] = {}
         self._kv: dict[str, torch.Tensor] = {}
 
-    @cached_property
-    def model(self) -> CausalModel:
-        """The user's model, as transformers has it."""
-        return self._load()
-
-    @property
-    def context(self) -> int:
-        """Positions the model was made for; many where its config does not say."""
-        return self.model.context_tokens or 1 << 17
-
     def three(self) -> list[Held]:
         """Make the three cartridges that most checks ask: two chunks and a tail, two whole chunks, one and a tail."""
-        if 4 * self.chunk + 200 > self.context:
+        context = self.model.context_tokens
+        if context and 4 * self.chunk + 200 > context:
             raise CartridgeError(
-                f"the model's context of {self.context} has no room for chains of chunks of {self.chunk}; give a "
+                f"the model's context of {context} has no room for chains of chunks of {self.chunk}; give a "
                 "smaller --chunk-size"
             )
         sizes = {"a": 2 * self.chunk + self.chunk // 6, "b": 2 * self.chunk, "c": self.chunk + self.chunk // 12}
@@ -141,7 +112,7 @@ class Maker:
     def add(self, root: Path) -> Manifest:
         """Let the server have an artefact until `clear`, which takes it away even where this raises half-way."""
         self._made.append(reading.load_manifest(root, payload=False).name)
-        return self.shelf.add(root)
+        return self.registry.register(root)
 
     def trained(self, one: Held) -> str:
         """Return the name of a `trained` cartridge, found by identity tokens, whose KV is that of `one`; made once.
@@ -175,7 +146,7 @@ class Maker:
         """Take away what was made, from the registry and from disk."""
         for name in reversed(self._made):
             try:
-                self.shelf.forget(self.shelf.registry.remove(name).digest)
+                self._quarantine.lift(self.registry.remove(name).digest)
             except CartridgeNotFound:
                 continue  # a check removed it, or it was never there
             except CartridgeError as error:
