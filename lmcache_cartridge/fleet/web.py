@@ -30,18 +30,38 @@ _TIMEOUT_MS = "x-envoy-expected-rq-timeout-ms"
 _IN_TIME = 0.8
 """Of Envoy's timeout. A picker that exceeds it counts as one that hangs, and is left alone."""
 Picker = Callable[[Mapping[str, str], bytes], Awaitable[Pick]]
-FLEET: web.AppKey[Fleet] = web.AppKey("fleet")
 
 logger = logging.getLogger(__name__)
 
 
 def app(fleet: Fleet) -> web.Application:
-    """Return the application; it starts the fleet and closes it. `app[FLEET]` is the fleet."""
+    """Return the application; it starts the fleet and closes it."""
+
+    async def running(made: web.Application) -> AsyncIterator[None]:
+        await fleet.start()
+        yield
+        await fleet.close()
+
+    async def score(request: web.Request) -> web.Response:
+        return _json(await fleet.score(_headers(request), await request.read()))
+
+    async def pick(request: web.Request) -> web.Response:
+        pod, receipt = await fleet.pick(_headers(request), await request.read())
+        return _json({"pod": pod.name, "address": pod.address, "receipt": receipt})
+
+    async def metrics(request: web.Request) -> web.Response:
+        return web.Response(body=generate_latest(fleet.metrics.registry), content_type="text/plain", charset="utf-8")
+
+    async def health(request: web.Request) -> web.Response:
+        """Answer 200 once a server can be picked and the events of all healthy ones are known."""
+        healthy = [pod for pod in fleet.pods if pod.problem is None]
+        is_ready = bool(healthy) and all(pod.is_known or not pod.followers for pod in healthy)
+        return _json({"healthy": [pod.name for pod in healthy], "ready": is_ready}, 200 if is_ready else 503)
+
     made = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors])
-    made[FLEET] = fleet
-    made.cleanup_ctx.append(_running)
+    made.cleanup_ctx.append(running)
     made.add_routes([
-        web.post("/score", _score), web.post("/pick", _pick), web.get("/metrics", _metrics), web.get("/health", _health),
+        web.post("/score", score), web.post("/pick", pick), web.get("/metrics", metrics), web.get("/health", health),
         route(fleet.pick),
     ])  # fmt: skip
     return made
@@ -53,12 +73,6 @@ def serve(fleet: Fleet) -> None:
     web.run_app(app(fleet), host=host or "0.0.0.0", port=int(port), print=None, access_log=None, **LIMITS)
 
 
-async def _running(made: web.Application) -> AsyncIterator[None]:
-    await made[FLEET].start()
-    yield
-    await made[FLEET].close()
-
-
 @web.middleware
 async def _errors(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -67,28 +81,6 @@ async def _errors(
         return await handler(request)
     except FleetError as error:
         return _json({"error": {"type": type(error).__name__, "message": str(error)}}, error.status)
-
-
-async def _score(request: web.Request) -> web.Response:
-    return _json(await request.app[FLEET].score(_headers(request), await request.read()))
-
-
-async def _pick(request: web.Request) -> web.Response:
-    """Answer for the request in the body."""
-    pod, receipt = await request.app[FLEET].pick(_headers(request), await request.read())
-    return _json({"pod": pod.name, "address": pod.address, "receipt": receipt})
-
-
-async def _metrics(request: web.Request) -> web.Response:
-    text = generate_latest(request.app[FLEET].metrics.registry)
-    return web.Response(body=text, content_type="text/plain", charset="utf-8")
-
-
-async def _health(request: web.Request) -> web.Response:
-    """Answer 200 once a server can be picked and the events of all healthy ones are known."""
-    healthy = [pod for pod in request.app[FLEET].pods if pod.problem is None]
-    is_ready = bool(healthy) and all(pod.is_known or not pod.followers for pod in healthy)
-    return _json({"healthy": [pod.name for pod in healthy], "ready": is_ready}, 200 if is_ready else 503)
 
 
 def route(pick: Picker) -> web.RouteDef:
