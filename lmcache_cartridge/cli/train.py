@@ -44,7 +44,6 @@ from .options import (
 from .show import bar, bars, say, show, table, working
 
 if TYPE_CHECKING:
-    from ..artifact.manifest import Manifest
     from ..make.ask import Asker
 
 RECIPE: dict[str, int | float | tuple[str, ...]] = {
@@ -180,50 +179,41 @@ def evaluate(
     """Count right answers after a cartridge. Beside those without a prefix, and after the document."""
     check(locals(), "evaluate takes one of --url, --model; say who is asked")
     manifest, root = stored(name)
+    from ..artifact import reading
     from ..make import evaluate
-    from ..make.questions import read
+    from ..make.ask import ModelAsker, ServerAsker
+    from ..make.questions import read, text_of
     from ..make.server import JUDGE_KEY, Server
 
     asked = read(questions)
+    about: str | list[int]
+    if document is not None:
+        about = text_of(document)
+    elif manifest.kind == "trained" and manifest.document is None:
+        raise CartridgeError(f"{manifest.name} carries no text of its document; give --document")
+    else:
+        ids = reading.load_document_ids(manifest, root)
+        about = (reading.load_token_ids(manifest, root) if ids is None else ids).tolist()
     with ExitStack() as stack:
-        judge = (
-            stack.enter_context(Server(judge_url, os.environ.get("JUDGE_MODEL"), key=JUDGE_KEY)) if judge_url else None
-        )
-        served = None if url is None else lambda: stack.enter_context(Server(url, server_model))
-        asker = _asker(manifest, root, document, ask_as, served, model, lora=lora, device=device)
+        judge = None
+        if judge_url is not None:
+            judge = stack.enter_context(Server(judge_url, os.environ.get("JUDGE_MODEL"), key=JUDGE_KEY))
         progress = stack.enter_context(bars())
+        asker: Asker
+        if url is not None:
+            asker = ServerAsker(stack.enter_context(Server(url, server_model)), manifest.name, about, ask_as)
+        elif manifest.payload is None:
+            raise CartridgeError(f"{manifest.name} has no KV; evaluate it on a server")
+        else:
+            from ..make.payload import read_checked
+
+            loaded = load_model(str(model), manifest.fingerprint, lora=lora, device=device)
+            kv = read_checked(manifest, root, loaded, progress)
+            if isinstance(about, str):
+                about = loaded.encode(about, special=True)
+            asker = ModelAsker(loaded, about, kv, ask_as)
         answers = evaluate.ask_all(asker, asked, ANSWER_TOKENS, judge=judge, progress=progress)
     report = evaluate.report(manifest.name, answers, judge.model if judge else None)
     if output:
         evaluate.write(report, answers, output)
     show(report, table(evaluate.rows(report)))
-
-
-def _asker(
-    manifest: Manifest, root: Path, text: Path | None, form: str | None, served: Any, model: Any, **options: Any
-) -> Asker:
-    """Return what asks the questions: a server, or the model here with the cartridge's KV, checked."""
-    from ..artifact import reading
-    from ..make.ask import ModelAsker, ServerAsker
-    from ..make.questions import text_of
-
-    document: str | list[int]
-    if text:
-        document = text_of(text)
-    elif manifest.kind == "trained" and manifest.document is None:
-        raise CartridgeError(f"{manifest.name} carries no text of its document; give --document")
-    else:
-        ids = reading.load_document_ids(manifest, root)
-        document = (reading.load_token_ids(manifest, root) if ids is None else ids).tolist()
-    if served is not None:
-        return ServerAsker(served(), manifest.name, document, form)
-    if manifest.payload is None:
-        raise CartridgeError(f"{manifest.name} has no KV; evaluate it on a server")
-    from ..make.payload import read_checked
-
-    loaded = load_model(model, manifest.fingerprint, **options)
-    with bars() as progress:
-        kv = read_checked(manifest, root, loaded, progress)
-    if isinstance(document, str):
-        document = loaded.encode(document, special=True)
-    return ModelAsker(loaded, document, kv, form)

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 Way = Literal["no prefix", "document", "cartridge"]
 WAYS: tuple[Way, ...] = ("no prefix", "document", "cartridge")
+_AT_ONCE = 8
+"""Requests to a server."""
 
 
 class Asker(Protocol):
@@ -63,11 +65,9 @@ class ModelAsker:
 class ServerAsker:
     """Asks a server that serves cartridges, by token ids, so that the ways differ in nothing but the prefix."""
 
-    def __init__(
-        self, server: Server, cartridge: str, document: str | list[int], form: str | None, *, connections: int = 8
-    ) -> None:
+    def __init__(self, server: Server, cartridge: str, document: str | list[int], form: str | None) -> None:
         """`cartridge` is its name there. `document` is its text, or its ids. Raises `SourceError` if it does not answer."""
-        self._server, self._cartridge, self._connections = server, cartridge, connections
+        self._server, self._cartridge = server, cartridge
         self._form = form or self._find_form()
         empty = server.tokenize(prompt="", add_special_tokens=True)
         self._start = empty[:1]
@@ -79,7 +79,7 @@ class ServerAsker:
     def ask(self, way: Way, questions: Sequence[str], tokens: int, progress: Progress) -> list[str]:
         """As `Asker` says. Raises `SourceError` at the first request that the server refuses."""
         answers = []
-        with ThreadPoolExecutor(self._connections) as pool:
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
             for answer in pool.map(lambda question: self._ask(way, question, tokens), questions):
                 answers.append(answer)
                 progress(way, len(answers), len(questions))

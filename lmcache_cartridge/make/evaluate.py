@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..errors import CartridgeError
 from .ask import WAYS, Asker, Way
 from .progress import Progress, silent
 from .questions import Question
@@ -64,20 +63,16 @@ def ask_all(
     questions: Sequence[Question],
     tokens: int,
     *,
-    ways: Sequence[Way] = WAYS,
     judge: Server | None = None,
     progress: Progress = silent,
 ) -> dict[Way, list[Answer]]:
     """Return the answers each way; with a judge, each is scored too.
 
-    One that has no answer is compared with what came after the document. Raises `CartridgeError` where that is no way.
+    One that has no answer is compared with what came after the document.
     """
     texts, found = [question.text for question in questions], dict[Way, list[Answer]]()
-    replies = {way: asker.ask(way, texts, tokens, progress) for way in ways}
-    known = [question.answer for question in questions]
-    if None in known and "document" not in replies:
-        raise CartridgeError(f"the question {texts[known.index(None)]!r:.100} has no answer to compare with")
-    for way in ways:
+    replies = {way: asker.ask(way, texts, tokens, progress) for way in WAYS}
+    for way in WAYS:
         found[way] = []
         for number, (question, got) in enumerate(zip(questions, replies[way], strict=True), 1):
             expected = replies["document"][number - 1] if question.answer is None else question.answer

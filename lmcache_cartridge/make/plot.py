@@ -51,12 +51,9 @@ def over(points: Sequence[tuple[float, float]], title: str, *, x: str, y: str) -
 
 
 def _axes(width: float, height: float) -> Any:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure((width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure.add_subplot()
+    return Figure((width, height), layout="constrained").add_subplot()
 
 
 def _png(axes: Any) -> bytes:

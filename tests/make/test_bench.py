@@ -504,19 +504,17 @@ def test_statistics_are_those_of_the_textbook() -> None:
 def test_memory_is_that_of_the_processes_behind_a_port_and_what_is_shared_counts_once(
     start: Callable[..., Mock],
 ) -> None:
-    import psutil
-
     mock = start()
-    until(lambda: os.getpid() in {each.pid for each in family(psutil, mock.port)})
+    until(lambda: os.getpid() in {each.pid for each in family(mock.port)})
     with subprocess.Popen(["sleep", "60"]) as child:
-        found = family(psutil, mock.port)
+        found = family(mock.port)
         assert {os.getpid(), child.pid} <= {each.pid for each in found} and os.getppid() not in {
             each.pid for each in found
         }
         (own,) = (each for each in found if each.pid == os.getpid())
         assert 1 << 20 < pss(own) <= own.memory_info().rss * 1.01
         child.kill()
-    assert family(psutil, 1) == []
+    assert family(1) == []
 
 
 def test_gpus_and_their_processes_are_read_as_nvidia_smi_tells_them(

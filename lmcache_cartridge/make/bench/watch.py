@@ -15,11 +15,7 @@ _PAIR = "lmcache_cartridge.serve.processes"
 
 def memory_of(target: Target) -> tuple[str, Callable[[], float] | None]:
     """Return what memory can be read of a server, in words, and what reads it in bytes."""
-    try:
-        import psutil
-    except ImportError:
-        return "not read: psutil is not installed here", None
-    if not target.is_local or not (processes := family(psutil, target.port)):
+    if not target.is_local or not (processes := family(target.port)):
         return "not read: the server is not on this machine, or another user's", None
     pids = {process.pid for process in processes}
     names = ", ".join(sorted({process.name() for process in processes}))
@@ -41,8 +37,10 @@ def on_gpus() -> list[tuple[int, float]]:
     return []
 
 
-def family(psutil: Any, port: int) -> list[Any]:
+def family(port: int) -> list[Any]:
     """Return the processes that listen at a TCP port, as far as this user may see, and all their descendants."""
+    import psutil  # which vLLM needs
+
     found: dict[int, Any] = {}
     for process in psutil.process_iter():
         with suppress(psutil.Error):
