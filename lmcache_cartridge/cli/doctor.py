@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
-from importlib import util
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,9 +46,7 @@ def _checks(settings: Settings) -> Iterator[Check]:
         may_run = problem is None or (settings.unproven_versions and not problem.is_final)
         status = "ok" if problem is None else "warn" if may_run else "FAIL"
         yield Check(status, name, problem.finding if problem else f"{version}{run}", problem.fix if problem else "")
-    if cpu := on_cpu():
-        yield _check_no_cuda_companions()
-    how = "blocks are copied" if cpu else "by LMCache's kernel, once it is seen to write what vLLM's op writes"
+    how = "blocks are copied" if on_cpu() else "by LMCache's kernel, once it is seen to write what vLLM's op writes"
     yield Check("ok", "KV injection", f"{how}; by our connector, also where LMCacheConnectorV1 is named")
     for texts in refusals.found(refusals.ENVIRONMENT, os.environ):
         yield Check("FAIL", *texts)
@@ -60,14 +57,6 @@ def _checks(settings: Settings) -> Iterator[Check]:
         yield Check("warn", "weights", "accept_weights: cartridges of other weights than the served model's are served",
                     "measure what it costs with `lmcache-cartridge evaluate`, or leave the setting out")  # fmt: skip
     yield from _check_registry(settings)
-
-
-def _check_no_cuda_companions() -> Check:
-    found = [name for name in ("torchvision", "torchaudio", "torchcodec") if util.find_spec(name)]
-    if found:
-        return Check("FAIL", "torch companions", f"{', '.join(found)}: CUDA builds that break transformers beside a CPU torch",
-                     f"pip uninstall -y {' '.join(found)}")  # fmt: skip
-    return Check("ok", "torch companions", "none of torchvision, torchaudio, torchcodec is installed")
 
 
 def _check_configuration() -> Check:

@@ -175,7 +175,7 @@ def config(name: Annotated[str | None, Argument(help="name of the file")] = None
     """Print a configuration file to start from. Without a name, list them."""
     directory = config_directory()
     files = (path.relative_to(directory) for path in directory.rglob("*") if path.is_file())
-    names = sorted(path.as_posix() for path in files if path.suffix != ".pyc" and path.name != "__init__.py")
+    names = sorted(path.as_posix() for path in files if path.suffix != ".pyc")
     if name is None:
         show(names, "\n".join(names))
         return

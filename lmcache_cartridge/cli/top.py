@@ -112,7 +112,7 @@ def draw(url: str, view: dict[str, Any]) -> Group:
 
 def run(url: str, interval_s: float, *, once: bool, as_json: bool) -> None:
     """Show a server until interrupted, or once; as JSON one line each time. Blocks. Raises as `views`."""
-    url, console = url.rstrip("/").removesuffix("/metrics"), Console()
+    console = Console()
     is_live = console.is_terminal and not once and not as_json
     with Live(console=console, screen=True, auto_refresh=False) if is_live else nullcontext() as live:
         for view in islice(views(url, interval_s), 1 if once else None):
