@@ -14,7 +14,7 @@ def losses(rows: Sequence[Mapping[str, float]], path: Path, title: str) -> None:
     """Draw the losses of a training over its steps; writes nothing where there are none."""
     if not rows:
         return
-    axes = _axes(7, 4)
+    axes = _axes(4)
     for key, style, label in (("loss", "-", "training"), ("validation_loss", "o-", "validation")):
         points = [(row["step"], row[key]) for row in rows if key in row]
         axes.plot(*zip(*points, strict=True), style, label=label, markersize=3, linewidth=1) if points else None
@@ -24,13 +24,13 @@ def losses(rows: Sequence[Mapping[str, float]], path: Path, title: str) -> None:
     path.write_bytes(_png(axes))
 
 
-def curves(lines: Mapping[str, Sequence[tuple[float, float, float, float]]], title: str, *, x: str, y: str) -> bytes:
-    """Return a PNG with a line a name through points of x, value, lowest and highest; axes by powers."""
-    axes = _axes(7, 4.5)
+def first_tokens(lines: Mapping[str, Sequence[tuple[float, float, float, float]]]) -> bytes:
+    """Return a PNG with a line a name through points of p, a time in ms, the lowest and the highest; axes by powers."""
+    axes = _axes(4.5)
     for name, points in lines.items():
         at, value, low, high = np.array(points).T
         axes.errorbar(at, value, np.stack([value - low, high - value]), marker="o", markersize=4, capsize=3, label=name)
-    axes.set(title=title, xlabel=x, ylabel=y, yscale="log")
+    axes.set(title="Time to first token", xlabel="p, tokens of the document", ylabel="ms", yscale="log")
     axes.set_xscale("log", base=2)
     ticks = sorted({point[0] for points in lines.values() for point in points})
     axes.set_xticks(ticks, [f"{tick:,.0f}" for tick in ticks])
@@ -40,20 +40,20 @@ def curves(lines: Mapping[str, Sequence[tuple[float, float, float, float]]], tit
     return _png(axes)
 
 
-def over(points: Sequence[tuple[float, float]], title: str, *, x: str, y: str) -> bytes:
-    """Return a PNG with a line through points of x and y, from 0 on."""
-    axes = _axes(7, 3.5)
+def memory(points: Sequence[tuple[float, float]]) -> bytes:
+    """Return a PNG with a line through points of seconds and MiB, from 0 on."""
+    axes = _axes(3.5)
     axes.plot(*zip(*points, strict=True), linewidth=1.4)
-    axes.set(title=title, xlabel=x, ylabel=y)
+    axes.set(title="Memory of the server", xlabel="seconds", ylabel="MiB")
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
     return _png(axes)
 
 
-def _axes(width: float, height: float) -> Any:
+def _axes(height: float) -> Any:
     from matplotlib.figure import Figure
 
-    return Figure((width, height), layout="constrained").add_subplot()
+    return Figure((7, height), layout="constrained").add_subplot()
 
 
 def _png(axes: Any) -> bytes:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import foreign
+import msgspec
 import pytest
 import torch
 from commands import Cli
@@ -18,6 +19,7 @@ from serving import stored_kv
 from wards import MODEL, save
 
 from lmcache_cartridge.artifact.manifest import Manifest
+from lmcache_cartridge.artifact.reading import MANIFEST
 from lmcache_cartridge.cli.recall import load_sheet
 from lmcache_cartridge.errors import ArtifactError, CartridgeExists
 from lmcache_cartridge.library.registry import Registry
@@ -83,7 +85,9 @@ def test_the_published_loader_takes_the_checkpoint(model: CausalModel, ids: list
 
 def test_the_card_has_what_the_hub_looks_for(model: CausalModel, ids: list[int], tmp_path: Path) -> None:
     made = save(model, tmp_path / "in", ids[:P], name="it", kind="trained")
-    export(tmp_path / "in", "peft", tmp_path / "out", base_model="org/base-model")
+    of_the_hub = msgspec.structs.replace(made.provenance, model="org/base-model")
+    (tmp_path / "in" / MANIFEST).write_bytes(msgspec.structs.replace(made, provenance=of_the_hub).encode())
+    export(tmp_path / "in", "peft", tmp_path / "out")
     card = ModelCard.load(tmp_path / "out" / "README.md")
     assert (card.data.library_name, card.data.base_model, card.data.pipeline_tag) == (
         "peft", "org/base-model", "text-generation")  # fmt: skip

@@ -97,9 +97,7 @@ def _pictures(report: Report) -> list[tuple[str, str]]:
             curves.setdefault(f"{row['way']}, c = {row['c']}", []).append(point)
     drawn = []
     if curves:
-        data = plot.curves(curves, "Time to first token", x="p, tokens of the document", y="ms")
-        drawn.append(("Time to first token over p: median, lowest and highest", data))
+        drawn.append(("Time to first token over p: median, lowest and highest", plot.first_tokens(curves)))
     if memory := [(at_s, size / 2**20) for at_s, size in report.measured.memory]:
-        data = plot.over(memory, "Memory of the server", x="seconds", y="MiB")
-        drawn.append((f"Memory over time: {report.measured.memory_of}", data))
+        drawn.append((f"Memory over time: {report.measured.memory_of}", plot.memory(memory)))
     return [(about, base64.b64encode(data).decode()) for about, data in drawn]

@@ -22,13 +22,11 @@ FROZEN = 1
 """Positions that count as frozen: the attention sink. HazyResearch's loader refuses a checkpoint with none."""
 
 
-def export(
-    root: Path, form: str, output: Path, *, base_model: str | None = None, progress: Progress = silent
-) -> Manifest:
+def export(root: Path, form: str, output: Path, *, progress: Progress = silent) -> Manifest:
     """Write the KV of the artefact at `root` to the new directory `output` and return its manifest.
 
     `peft` is an adapter directory for `PeftModel.from_pretrained`; `hazy` a checkpoint for HazyResearch's
-    `TrainableCache.from_pretrained`. `base_model` is the Hub id to name. What a prefill cartridge's token ids were, and
+    `TrainableCache.from_pretrained`. What a prefill cartridge's token ids were, and
     a trained one's document, lie beside it, so that an import gives the same cartridge. What is stored in int8 is
     written in the model's dtype, as it is served. Raises `CartridgeExists` unless `output` is new or empty,
     `ArtifactError` for a corrupt artefact or one without KV; leaves nothing then.
@@ -44,7 +42,7 @@ def export(
         raise ArtifactError(
             f"cartridge {manifest.name} was made with a LoRA adapter, which no format of others can say"
         )
-    base = base_model or manifest.provenance.model or manifest.fingerprint.architecture
+    base = manifest.provenance.model or manifest.fingerprint.architecture
     output.parent.mkdir(parents=True, exist_ok=True)
     with files.replacing(output) as partial:
         partial.mkdir()
