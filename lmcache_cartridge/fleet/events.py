@@ -38,16 +38,12 @@ class Counts(msgspec.Struct):
     """Batches taken in."""
     gaps: int = 0
     """Times that a batch did not have the number after the last one's."""
-    replays: int = 0
-    """Times that past batches were taken from the server's buffer."""
     restarts: int = 0
     """Times that another process was found in the server's place."""
     lost: int = 0
     """Times that batches were gone for good, so that what the server holds is known in part only."""
     malformed: int = 0
     """Batches and events that could not be read."""
-    orphans: int = 0
-    """Events of blocks that follow on unknown ones."""
 
 
 class Follower:
@@ -109,14 +105,13 @@ class Follower:
 
     async def _catch_up(self) -> bool:
         """Take in what was published and did not come, from the server's buffer; False if nobody answers."""
-        before, is_end, checked = self._last, False, None
+        is_end, checked = False, None
         while not is_end and checked != self._checked:  # vLLM's ROUTER drops what exceeds 1,000 messages of a burst
             checked = self._checked
             batches, is_end = await self._ask()
             if not (batches or is_end):
                 return False
             is_end &= await self._take_in(batches)
-        self.counts.replays += not self.known or self._last != before
         if not self.known:
             logger.info("%s: %d batches replayed", self._name, self._last + 1)
         self.known = True
@@ -194,7 +189,7 @@ class Follower:
         for packed in batch.events:
             try:
                 event = read_event(packed)
-                self.counts.orphans += not self.index.apply(self._source, event)
+                self.index.apply(self._source, event)
                 self.whole |= isinstance(event, AllBlocksCleared)
             except MalformedEvent as error:
                 self.counts.malformed += 1

@@ -120,22 +120,20 @@ class Index:
     def __init__(self) -> None:
         self._copies: dict[_Place, _Copies] = {}
 
-    def apply(self, source: Source, event: Event) -> bool:
-        """Take in an event.
+    def apply(self, source: Source, event: Event) -> None:
+        """Take in an event, but for blocks that follow on one which is not known: where they belong cannot be said.
 
-        Return False for blocks that follow on one which is not known: where they belong cannot be said, and they are left
-        out. Raises `MalformedEvent`, and then nothing of the event is taken in.
+        Raises `MalformedEvent`, and then nothing of the event is taken in.
         """
         if isinstance(event, BlockStored):
-            return self._store(source, event)
-        if isinstance(event, AllBlocksCleared):
+            self._store(source, event)
+        elif isinstance(event, AllBlocksCleared):
             self.clear(source)
         else:
             for place, copies in self._copies.items():
                 if place[:3] == (source, _tier(event.medium), event.group_idx or 0):
                     for name in event.block_hashes:
                         copies.drop(name)
-        return True
 
     def clear(self, source: Source) -> None:
         """Forget all that a source has told."""
@@ -159,22 +157,21 @@ class Index:
             found[place.source.pod, place.tier] += len(copies.count)
         return dict(found)
 
-    def _store(self, source: Source, event: BlockStored) -> bool:
+    def _store(self, source: Source, event: BlockStored) -> None:
         names, ids, size, parent = event.block_hashes, event.token_ids, event.block_size, event.parent_block_hash
         if len(ids) != len(names) * size:
             raise MalformedEvent(f"{len(names)} blocks of {size} tokens have {len(ids)}")
         place = _Place(source, _tier(event.medium), event.group_idx or 0, size)
         copies = self._copies.get(place) or _Copies()
-        if parent is not None and parent not in copies.prefixes:
-            return False
-        before = None if parent is None else copies.prefixes[parent]
+        before = None if parent is None else copies.prefixes.get(parent)
+        if before is None and parent is not None:
+            return
         for name, prefix in zip(names, prefixes(ids, size, event.lora_name, before), strict=True):
             copies.drop(name)
             copies.prefixes[name] = prefix
             copies.count[prefix] += 1
         if copies.count:
             self._copies[place] = copies
-        return True
 
 
 def prefixes(ids: Sequence[int], size: int, adapter: str | None = None, before: bytes | None = None) -> list[bytes]:
