@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -28,7 +27,7 @@ TOKENS = 16
 
 
 def _numbers(text: str) -> list[int]:
-    parts = [part.replace("_", "") for part in listed(text)]
+    parts = listed(text)
     if not parts or not all(part.isdecimal() and int(part) for part in parts):
         raise BadParameter(f"{text!r} is no list of numbers from 1 on")
     return sorted({int(part) for part in parts})
@@ -74,7 +73,7 @@ def bench(
         if url is not None:
             target, maker = _running(stack, url, server_model, model, chunk_size)
         else:
-            target, maker = _own(stack, str(model), p, chunk_size, shlex.split(vllm))
+            target, maker = _own(stack, str(model), p, chunk_size, vllm)
         report = _measure(target, maker, cartridge, p, c, repeat, budget_s)
         return _tell(report, page.write(report, output))
 
@@ -114,7 +113,7 @@ def _running(
     return target, maker
 
 
-def _own(stack: ExitStack, model: str, p: list[int] | None, chunk: int, vllm: list[str]) -> tuple[Target, Maker]:
+def _own(stack: ExitStack, model: str, p: list[int] | None, chunk: int, vllm: str) -> tuple[Target, Maker]:
     """Return a server that is started here, and what makes cartridges for it; both end with `stack`."""
     from ..make.bench import places
     from ..make.bench.target import Target

@@ -104,9 +104,7 @@ def train(
     else:
         check(locals(), ONE, "train needs --id", "train needs --document", "train needs --questions or --self-study")
     check(locals(), "--writer-url needs --self-study; say how many")
-    values = {name: value for name, value in locals().items() if name not in ("set", "accept", "restart")} | _recipe(
-        set
-    )
+    values = locals() | _recipe(set)
     values["compress"], values["positions"] = length(compress)
     with working("load torch"):
         from msgspec import to_builtins

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import shutil
 import tempfile
 from collections import Counter
@@ -89,7 +88,7 @@ def validate(
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cartridge-validate-")))
         with bars() as progress:
             if url is None:
-                context = _started(stack, scratch, model, chosen, chunk_size, shlex.split(vllm))
+                context = _started(stack, scratch, model, chosen, chunk_size, vllm)
             else:
                 context = _running(stack, url, server_model, model, listed(cartridges), chunk_size, progress)
             context.measure(progress)
@@ -123,9 +122,7 @@ def _canary(name: str, url: str | None, server_model: str | None) -> int:
     return int(not passed)
 
 
-def _started(
-    stack: ExitStack, scratch: Path, models: list[str], modes: list[Mode], chunk: int, vllm: list[str]
-) -> Context:
+def _started(stack: ExitStack, scratch: Path, models: list[str], modes: list[Mode], chunk: int, vllm: str) -> Context:
     """Return cartridges on a server that is started here, and ends with `stack`."""
     from ..make.trial.maker import Maker
     from ..make.trial.own import OwnServer

@@ -6,6 +6,7 @@ vLLM's `/render` routes expand cartridges as the request's own route does. What 
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -58,7 +59,6 @@ class Renderer:
         """Tokens of names are remembered for `ttl_s`, and given out for longer while they are asked for again."""
         self._session, self._ttl_s = session, ttl_s
         self._kept: OrderedDict[bytes, _Kept] = OrderedDict()
-        self._turn = 0
 
     async def of_names(self, fields: Mapping[str, Any], headers: Mapping[str, str], pods: Sequence[Pod]) -> Tokens:
         """Return the tokens of a request's cartridges, without its prompt's. Waits only for what was never asked.
@@ -95,9 +95,7 @@ class Renderer:
         self, body: dict[str, Any], headers: dict[str, str], pods: Sequence[Pod]
     ) -> Tokens | NoTokens | None:
         """Return what the first server that answers says, without the prompt's own token; None if none does."""
-        self._turn += 1
-        for number in range(len(pods)):
-            pod = pods[(self._turn + number) % len(pods)]
+        for pod in random.sample(pods, len(pods)):
             try:
                 url = f"{pod.url}/v1/completions/render"
                 async with self._session.post(url, json=body, headers=headers) as response:
