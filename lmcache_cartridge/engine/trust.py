@@ -41,27 +41,28 @@ class Trust:
         """Those that could have answered such a prompt, had the engine been tried with them."""
         self._withdrawals, self._lock = Withdrawals(settings.quarantine_dir), threading.Lock()
         earlier = self._withdrawals.earlier()
-        registered = {row.digest for row in registry.having(earlier)} - catalog.quarantined.keys()
-        self._withdrawals.withdraw(earlier - registered)
+        registered = {row.digest for row in registry.having(earlier) if not row.location.startswith(self._private)}
+        self._withdrawals.withdraw(earlier - (registered - catalog.quarantined.keys()))
 
     def may_answer(self, digest: str) -> bool:
         """Whether a cartridge may answer prompts that do not name it, as the setting `plain_prompts` says.
 
-        By default this engine must have answered a canary of it right, and no copy's own that is wrong takes that away. What a
-        client had made never may: others would hear that somebody has their text.
+        By default this engine must have answered a canary of it right, and no copy's own that is wrong takes that away. What
+        clients alone had made never may: others would hear that somebody has their text.
         """
-        if self._plain_prompts == "none" or digest in self._catalog.quarantined or self._is_private(digest):
+        if self._plain_prompts == "none" or digest in self._catalog.quarantined or not self._names(digest):
             return False
         trials = self._trials.get(digest)
         return any(trials.values()) if trials else self._plain_prompts == "all"
 
     def may_be_tried(self, digest: str) -> bool:
         """Whether it may come to answer such prompts once the engine was tried with it."""
-        is_wanted = self._is_tried and self._plain_prompts == "trusted" and not self._is_private(digest)
+        is_wanted = self._is_tried and self._plain_prompts == "trusted" and bool(self._names(digest))
         return is_wanted and digest not in self._trials and digest not in self._catalog.quarantined
 
-    def _is_private(self, digest: str) -> bool:
-        return any(place.startswith(self._private) for place in self._catalog.locations(digest))
+    def _names(self, digest: str) -> list[str]:
+        """Return the names that a digest has for everybody: those of contexts are their makers'."""
+        return [one.name for one in self._catalog.registered(digest) if not one.location.startswith(self._private)]
 
     def want(self, digest: str) -> None:
         """Note one that could have answered such a prompt, had the engine been tried with it."""
@@ -97,15 +98,14 @@ class Trust:
         may = self._withdrawals.noted.__contains__
         keys = self._catalog.index.leading(list(engine.hasher(token_ids)), None, may)
         runs = Counter(key.digest for key in keys)
-        names = self._catalog.names_of
-        return [(name, engine.chunk_tokens * runs[digest]) for digest in runs for name in names(digest)[:1]]
+        return [(name, engine.chunk_tokens * runs[digest]) for digest in runs for name in self._names(digest)[:1]]
 
     def withdraw(self) -> None:
         """Withdraw what has answered such prompts and is not registered any more, quarantined, or failed its canary."""
 
         def is_gone(digest: str) -> bool:
             failed = digest in self._trials and not any(self._trials[digest].values())
-            return failed or digest in self._catalog.quarantined or not self._catalog.names_of(digest)
+            return failed or digest in self._catalog.quarantined or not self._names(digest)
 
         self._withdrawals.withdraw(filter(is_gone, self._withdrawals.noted.copy()))
 

@@ -225,7 +225,7 @@ class Entries:
         """
         if self._quarantine.put(digest, reason, location):
             logger.error("cartridge %s at %s is quarantined: %s", self.names_of(digest) or digest, location, reason)
-        for one in filter(None, map(self._registered.get, self.names_of(digest))):
+        for one in self.registered(digest):
             if self._location_of(digest) == location and not self._quarantine.holds(digest, one.location):
                 with self._lock:
                     if self._registered.get(one.name) == one:  # else it was removed meanwhile
@@ -260,8 +260,7 @@ class Entries:
 
     def is_in_place(self, digest: str) -> bool:
         """Whether a cartridge can be served from where the registry has it."""
-        named = filter(None, map(self._registered.get, self.names_of(digest)))
-        return self._location_of(digest) in {one.location for one in named}
+        return self._location_of(digest) in {one.location for one in self.registered(digest)}
 
     def names(self) -> list[str]:
         """Return `id@version` of every registered cartridge that is served now."""
@@ -279,6 +278,10 @@ class Entries:
         """Return every `id@version` that has a digest; none for one that is not registered."""
         entry = self._entries.get(digest)
         return () if entry is None else entry.names
+
+    def registered(self, digest: str) -> list[RegistryEntry]:
+        """Return every registered version that has a digest."""
+        return list(filter(None, map(self._registered.get, self.names_of(digest))))
 
     def chunks_of(self, digest: str) -> int | None:
         """Return how many chunks a cartridge that can be served has; None for any other."""

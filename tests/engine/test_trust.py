@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from homes import CHUNK, Home, Prompt, chunk_bytes, lent, prompt_for
-from making import Made, make_ids
+from making import Made, make_artifact, make_ids
 
 from lmcache_cartridge.artifact.reading import load_token_ids
 from lmcache_cartridge.engine.withdrawals import Withdrawals
@@ -170,14 +170,22 @@ def _answer(store: CartridgeStore, made: Made, prompt: Prompt) -> None:
     assert all(store.release(chunk_hash) for chunk_hash in prompt.hashes[:4])
 
 
-@pytest.mark.parametrize("why", ["removed", "canary", "quarantine"])
+@pytest.mark.parametrize("why", ["removed", "removed but for a client's", "canary", "quarantine"])
 def test_what_answered_plain_prompts_and_is_taken_back_is_a_withdrawal(home: Home, why: str) -> None:
     store, made, prompt = _alone(home)
+    if why == "removed but for a client's":
+        ids, place = load_token_ids(made.manifest, home.root()).tolist(), home.path / "contexts" / "key" / "1"
+        assert (
+            make_artifact(place, cartridge_id="a", positions=64, token_ids=ids).manifest.digest == made.manifest.digest
+        )
+        home.registry.register(place)
+        store.refresh()
     _answer(store, made, prompt)
+    assert store.trust.answers(store.engine, list(load_token_ids(made.manifest, home.root()))) == [("doc@1", 64)]
     store.refresh()
     assert _stamp(home) == 0, "nothing was withdrawn: routers' block hashes stay as they are"
     match why:
-        case "removed":
+        case "removed" | "removed but for a client's":
             home.registry.remove("doc")
         case "canary":
             store.tried(made.manifest.digest, "canary", False)

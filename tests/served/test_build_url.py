@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import signal
 import subprocess
@@ -11,7 +12,8 @@ from pathlib import Path
 
 import posting
 import pytest
-from posting import KEYS, ROUTE, Served
+from posting import CHUNK, KEYS, ROUTE, Served
+from recall.ward import ask, encode
 from waiting import until
 
 from lmcache_cartridge.artifact.reading import load_manifest, load_token_ids, verify
@@ -93,6 +95,32 @@ def test_a_context_that_has_the_text_already_stays_as_it_is(served: Served, tmp_
         assert served.named() >= {"mine"} and len(served.places()) == 1
     finally:
         served.asker.http.delete(f"{ROUTE}/mine")
+
+
+def test_plain_prompts_are_answered_by_what_clients_had_made_too_and_nobody_hears_of_theirs(
+    served: Served, tmp_path: Path
+) -> None:
+    ward, document, registry = served.wards["fourth"], tmp_path / "sheet.txt", Registry(served.settings.registry_path)
+    document.write_text(ward.document.text)
+    root = _built(served, tmp_path, "open", "--document", str(document))
+    theirs = served.made(document=ward.document.text, cache_salt="theirs")
+    assert theirs["digest"] == load_manifest(root).digest, "the engine computes it alike"
+
+    def asked() -> str | None:
+        prompt = [*ward.ids, *encode(ask(ward.facts[0], 0))]
+        found = served.other.complete(prompt, cache_salt=os.urandom(8).hex())
+        assert found.text.strip() == ward.facts[0].value
+        return found.used
+
+    used = f"open@1;positions={len(ward.ids) // CHUNK * CHUNK};served=prompt"
+    until(lambda: asked() == used)
+    registry.remove("open")
+    until(lambda: asked() is None)
+    registry.register(root)  # behind theirs
+    until(asked)
+    assert {asked() for _ in range(4)} == {used}
+    served.right(theirs["id"], ward, 4, cache_salt="theirs")
+    assert served.asker.http.delete(f"{ROUTE}/{theirs['id']}", params={"cache_salt": "theirs"}).status_code == 200
 
 
 def test_what_is_killed_half_way_leaves_nothing_on_the_server(served: Served, tmp_path: Path) -> None:
