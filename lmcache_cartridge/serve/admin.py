@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
+from collections.abc import AsyncIterator
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, FastAPI, Query, Request, Response
-from fastapi.responses import FileResponse, JSONResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel, ConfigDict
 
+from ..artifact.bytesource import ByteRange
+from ..artifact.reading import MANIFEST, PAYLOAD
+from ..artifact.writing import TOKENS
 from ..engine import host_api
 from ..errors import ArtifactError, CartridgeError, ManifestError, RegistryError
 from ..library.quarantine import Quarantine
@@ -31,6 +36,9 @@ logger = logging.getLogger("vllm.lmcache_cartridge.serve.admin")
 
 Ranks = list[dict[str, Any]]
 """What each worker's store says of itself."""
+_RANGE = re.compile(r"bytes=(\d+)-(\d+)")
+_PART_BYTES = 8 << 20
+"""Most of a file that is in memory while it is sent."""
 _ACTIONS = ("preload", "pin", "unpin", "evict")
 _PAGE_ROWS = 1000
 """Most cartridges that one answer lists."""
@@ -121,12 +129,29 @@ def add_routes(app: FastAPI, admission: Admission, drain: Drain) -> None:
         return JSONResponse(shown, 200 if shown["digest"] else 202)
 
     @router.get("/{name}/files/{file}")
-    async def part(name: str, file: str) -> Any:
-        """Send a file of a context."""
-        root = (await asyncio.to_thread(_registry(admission).find, (await made(name)).id)).local_root()
-        if (path := root / file) in root.iterdir():
-            return FileResponse(path)
-        raise Refusal(404, "a context has no such file")
+    async def part(name: str, file: str, request: Request) -> Any:
+        """Send a file of a context, from wherever it lies, or the `Range: bytes=FIRST-LAST` of it."""
+        place = (await asyncio.to_thread(_registry(admission).find, (await made(name)).id)).location
+        if file not in (MANIFEST, TOKENS, PAYLOAD):
+            raise Refusal(404, "a context has no such file")
+        source = admission.resolver.sources
+        size = await asyncio.to_thread(source.size, place, file)
+        asked = _RANGE.fullmatch(request.headers.get("range", ""))
+        start, last = map(int, asked.groups()) if asked else (0, size - 1)
+        if not start <= last < size:
+            raise Refusal(416, f"the file has {size} bytes")
+
+        async def read() -> AsyncIterator[bytes]:
+            for at in range(start, last + 1, _PART_BYTES):
+                where = ByteRange(at, min(at + _PART_BYTES, last + 1))
+                data = bytearray(where.end - at)
+                await asyncio.to_thread(source.read_into, place, file, where, memoryview(data))
+                yield bytes(data)
+
+        headers = {"content-length": str(last + 1 - start)}
+        if not asked:
+            return StreamingResponse(read(), 200, headers)
+        return StreamingResponse(read(), 206, headers | {"content-range": f"bytes {start}-{last}/{size}"})
 
     @router.patch("/{name}")
     async def patch(name: str, patched: Patched) -> Any:

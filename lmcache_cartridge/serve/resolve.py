@@ -187,10 +187,10 @@ class Resolver:
         self._registry = Registry(settings.registry_path, read_only=True)
         self._quarantine = Quarantine(settings.quarantine_dir)
         # A connection for each read there may be: a slow one keeps no other waiting.
-        sources = Sources(S3Source(**settings.s3 | {"connections": MAX_READS}))
-        self._manifests = ManifestCache(settings.manifests_dir, sources)
+        self.sources = Sources(S3Source(**settings.s3 | {"connections": MAX_READS}))
+        self._manifests = ManifestCache(settings.manifests_dir, self.sources)
         self.contexts = Contexts(settings, self._registry)
-        self.imports = Imports(settings, sources, clock=clock)
+        self.imports = Imports(settings, self.sources, clock=clock)
         """What is made of `.pt` files that requests name."""
         self._registered: Lru[tuple[str, str], Found] = Lru(_MAX_REGISTERED)
         """By location and digest; once it was checked against the digest, it is not read again."""

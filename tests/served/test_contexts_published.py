@@ -1,4 +1,7 @@
-"""Contexts that one server makes and publishes: every server that follows the library answers by them, to whoever made them alone."""
+"""Contexts that one server makes and publishes: every server that follows the library answers by them, to whoever made them alone.
+
+The library is on S3, and in a directory where a server is killed.
+"""
 
 from __future__ import annotations
 
@@ -14,59 +17,83 @@ from typing import Any
 
 import posting
 import pytest
-from posting import CHUNK, ROUTE, Served, serving
+from posting import CHUNK, KEYS, ROUTE, Served, serving
 from recall.ward import ask, encode
+from s3 import MotoServer
 from test_contexts import _family, _naming, _quietly
+from test_marks import message, turns
 from waiting import until
 from wards import Ward
 
+from lmcache_cartridge.artifact.reading import load_manifest, verify
+from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.errors import UnsupportedEngine
 
 wards = posting.wards
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("shared") / "library"
+BUCKET, LIBRARY = "contexts", "s3://contexts/library"
 
 
-def _serving(home: Path, library: Path, wards: dict[str, Ward], mode: str = "in-process", **settings: Any) -> Any:
+class Bucket:
+    """The library on S3."""
+
+    def __init__(self, server: MotoServer) -> None:
+        self._client = server.client
+
+    def files(self) -> dict[str, bytes]:
+        """Return all files of artefacts, also of half stored ones, by `ID/VERSION/DIGEST16/NAME`."""
+        there = self._client.list_objects_v2(Bucket=BUCKET, Prefix="library/cartridges/").get("Contents", ())
+        read = {each["Key"]: self._client.get_object(Bucket=BUCKET, Key=each["Key"])["Body"].read() for each in there}
+        return {key.removeprefix("library/cartridges/"): data for key, data in read.items()}
+
+    def ids(self) -> set[str]:
+        """Return the ids of all artefacts."""
+        return {key.partition("/")[0] for key in self.files()}
+
+
+def _serving(home: Path, library: object, wards: dict[str, Ward], mode: str = "in-process", **settings: Any) -> Any:
     home.mkdir(exist_ok=True)
     return serving(home, wards, mode, library=str(library), disk_dir=home / "cache", **settings)
 
 
 @pytest.fixture(scope="module")
+def bucket(moto_server: MotoServer) -> Iterator[Bucket]:
+    with pytest.MonkeyPatch.context() as here:
+        for name, value in moto_server.environment.items():
+            here.setenv(name, value)
+        moto_server.client.create_bucket(Bucket=BUCKET)
+        yield Bucket(moto_server)
+
+
+@pytest.fixture(scope="module")
 def pair(
-    tmp_path_factory: pytest.TempPathFactory, library: Path, wards: dict[str, Ward]
+    tmp_path_factory: pytest.TempPathFactory, bucket: Bucket, moto_server: MotoServer, wards: dict[str, Ward]
 ) -> Iterator[tuple[Served, Served]]:
     """Two servers that share nothing but the library: one in each mode."""
     home = tmp_path_factory.mktemp("pair")
+    where = {"s3_endpoint_url": moto_server.endpoint, "s3_region": "us-east-1", "buckets": (BUCKET,)}
     with ExitStack() as stack:
         one, two = (
-            stack.enter_context(_serving(home / mode, library, wards, mode, roots=(str(library),)))
+            stack.enter_context(_serving(home / mode, LIBRARY, wards, mode, **where))
             for mode in ("in-process", "multiprocess")
         )
         yield one, two
 
 
-def _places(library: Path) -> set[str]:
-    """Return the ids of all artefacts in the library, half stored ones too."""
-    return {path.parts[-3] for path in library.glob("cartridges/*/*/*")}
-
-
-def _gone(library: Path, name: str, *servers: Served) -> None:
+def _gone(bucket: Bucket, name: str, *servers: Served) -> None:
     for server in servers:
         until(lambda server=server: server.get(name).status_code == 404)
         assert server.asker.http.post("/v1/completions", json=_naming(name)).status_code == 404
         assert name not in server.named()
-    until(lambda: name not in _places(library))
+    until(lambda: name not in bucket.ids())
 
 
-def test_what_one_server_made_every_server_answers_by(pair: tuple[Served, Served], library: Path) -> None:
+def test_what_one_server_made_every_server_answers_by(pair: tuple[Served, Served], bucket: Bucket) -> None:
     one, two = pair
     ward = one.wards["first"]
     made = one.made(document=ward.document.text, labels=["sheet"])
-    assert _places(library) == {made["id"]} and not one.places(), "it is kept once"
+    assert bucket.ids() == {made["id"]} and not one.places(), "it is kept once"
     until(lambda: two.get(made["id"]).status_code == 200)
     for served, count in ((one, 8), (two, 16)):
         served.right(made["id"], ward, count)
@@ -81,8 +108,53 @@ def test_what_one_server_made_every_server_answers_by(pair: tuple[Served, Served
     again = two.post(document=ward.document.text)
     assert again.status_code == 200 and again.json()["id"] == made["id"], "the same text is made once"
     until(lambda: one.get(made["id"]).json()["expires_at"] == pytest.approx(again.json()["expires_at"], abs=0.01))
-    manifest = two.asker.http.get(f"{ROUTE}/{made['id']}/files/manifest.json")
-    assert manifest.json()["digest"] == made["digest"]
+    files = bucket.files()
+    assert len(files) == 3
+    for served in pair:
+        for place, data in files.items():
+            path = f"{ROUTE}/{made['id']}/files/{Path(place).name}"
+            assert served.asker.http.get(path).content == data
+            part = served.asker.http.get(path, headers={"Range": "bytes=7-99"})
+            assert (part.status_code, part.content) == (206, data[7:100])
+            assert part.headers["content-range"] == f"bytes 7-99/{len(data)}"
+            assert served.asker.http.get(path, headers={"Range": f"bytes={len(data)}-{len(data)}"}).status_code == 416
+
+
+def test_a_server_makes_cartridges_for_others_though_it_publishes_what_it_makes(
+    pair: tuple[Served, Served], bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", KEYS[0])
+    document, before = tmp_path / "sheet.txt", bucket.ids()
+    document.write_text(pair[0].wards["second"].document.text)
+    for served in pair:
+        url, name = str(served.asker.http.base_url), f"of-{served.mode}"
+        words = ["build", "--url", url, "--home", str(tmp_path), "--id", name, "--document", str(document)]
+        assert main(words) == 0
+        root = tmp_path / "cartridges" / name / "1"
+        assert list(verify(root)) and load_manifest(root).positions == len(served.wards["second"].ids)
+    until(lambda: bucket.ids() == before)
+
+
+def test_a_chat_that_one_server_keeps_goes_on_at_the_other(pair: tuple[Served, Served], bucket: Bucket) -> None:
+    """Whether it was posted or marked."""
+    for one, two, ward in ((*pair, pair[0].wards["second"]), (*pair[::-1], pair[0].wards["third"])):
+        body = {"messages": [{"role": "system", "content": ward.document.text}]}
+        made, salt = one.made(**body), {"cache_salt": f"marked at {one.mode}"}
+        until(lambda two=two, made=made: two.get(made["id"]).status_code == 200)
+        two.chats_right(made["id"], ward)
+        one.chats_right(made["id"], ward, 2)
+        assert two.post(**body).json()["id"] == made["id"]
+        assert two.asker.http.delete(f"{ROUTE}/{made['id']}").status_code == 200
+        _gone(bucket, made["id"], two, one)
+        whole, others = len(ward.ids) // CHUNK * CHUNK, two.named()
+        first = message(one.asker, turns(ward.document.text, ward.facts[0]), **salt)
+        assert (first.text.strip(), first.read, first.created) == (ward.facts[0].value, 0, whole)
+        until(lambda two=two, salt=salt, others=others: two.named(**salt) - others)
+        for fact in ward.facts[1:7]:
+            found = message(two.asker, turns(ward.document.text, fact), **salt)
+            assert (found.text.strip(), found.created) == (fact.value, 0) and found.used and found.read >= whole, found
+        for name in two.named(**salt) - others:
+            assert two.asker.http.delete(f"{ROUTE}/{name}", params=salt).status_code == 200
 
 
 def test_whoever_names_a_context_while_it_is_made_waits_for_it_on_the_server_that_makes_it(
@@ -104,7 +176,7 @@ def test_whoever_names_a_context_while_it_is_made_waits_for_it_on_the_server_tha
     assert one.asker.http.delete(f"{ROUTE}/ctx-named").status_code == 200
 
 
-def test_for_others_there_is_none_of_the_name_on_any_server(pair: tuple[Served, Served], library: Path) -> None:
+def test_for_others_there_is_none_of_the_name_on_any_server(pair: tuple[Served, Served]) -> None:
     one, two = pair
     ward = one.wards["second"]
     made = one.made(document=ward.document.text, cache_salt="mine", labels=["of-mine"])
@@ -112,7 +184,7 @@ def test_for_others_there_is_none_of_the_name_on_any_server(pair: tuple[Served, 
     for served in pair:
         served.right(made["id"], ward, 4, cache_salt="mine")
         for asker in (served.asker, served.other):
-            (place,) = map(str, library.glob(f"cartridges/{made['id']}/1/*"))
+            place = f"{LIBRARY}/cartridges/{made['id']}/1/{made['digest'][:16]}"
             assert asker.http.post("/v1/completions", json=_naming(place)).status_code == 404
             for name in (made["id"], "of-mine", f"{made['id']}@1"):
                 assert asker.http.post("/v1/completions", json=_naming(name)).status_code == 404
@@ -131,7 +203,7 @@ def test_for_others_there_is_none_of_the_name_on_any_server(pair: tuple[Served, 
 
 
 def test_what_is_deleted_or_has_expired_is_gone_from_every_server_and_from_the_library(
-    pair: tuple[Served, Served], library: Path
+    pair: tuple[Served, Served], bucket: Bucket
 ) -> None:
     one, two = pair
     text = one.wards["third"].document.text
@@ -142,12 +214,12 @@ def test_what_is_deleted_or_has_expired_is_gone_from_every_server_and_from_the_l
     until(lambda: one.get("ctx-third").json()["expires_at"] < made["expires_at"] - 1000)
     until(lambda: one.get("third").status_code == 404)
     assert two.asker.http.delete(f"{ROUTE}/ctx-third").status_code == 200
-    _gone(library, "ctx-third", two, one)
+    _gone(bucket, "ctx-third", two, one)
     again = two.made(document=text)
     until(lambda: one.get(again["id"]).status_code == 200)
     one.right(again["id"], one.wards["third"], 4)
     assert two.asker.http.patch(f"{ROUTE}/{again['id']}", json={"ttl": 0.5}).status_code == 200
-    _gone(library, again["id"], one, two)
+    _gone(bucket, again["id"], one, two)
     reply = two.post(token_ids=[7] * CHUNK, id="third")
     assert reply.status_code == 400 and "begins with ctx-" in reply.text
     # Both have the id made at once: the first keeps it.
@@ -163,13 +235,17 @@ def test_a_server_that_is_killed_while_it_publishes_leaves_nothing_half_made(
     tmp_path: Path, wards: dict[str, Ward]
 ) -> None:
     library = tmp_path / "library"
-    with _serving(tmp_path / "other", library, wards) as other:
+
+    def places() -> set[str]:
+        return {path.parts[-3] for path in library.glob("cartridges/*/*/*")}
+
+    with _serving(tmp_path / "other", library, wards, roots=(str(library),)) as other:
         with _serving(tmp_path / "killed", library, wards) as served:
             kept = served.made(document=wards["first"].document.text)
             text = wards["second"].document.text
             thread = threading.Thread(target=lambda: _quietly(lambda: served.post(document=text, id="ctx-half")))
             thread.start()
-            until(lambda: "ctx-half" in _places(library))
+            until(lambda: "ctx-half" in places())
             for pid in reversed(_family(served.pid)):
                 os.kill(pid, signal.SIGKILL)
             thread.join()
@@ -181,11 +257,16 @@ def test_a_server_that_is_killed_while_it_publishes_leaves_nothing_half_made(
             other.right("ctx-half", wards["second"])
         with _serving(tmp_path / "killed", library, wards) as served:
             served.right(kept["id"], wards["first"])
-            until(lambda: _places(library) == served.named())
+            until(lambda: places() == served.named())
             assert served.named() == {kept["id"], *(["ctx-half"] if is_made else [])}
             if not is_made:
                 served.made(document=text, id="ctx-half")
                 served.right("ctx-half", wards["second"])
+            (place,) = map(str, library.glob(f"cartridges/{kept['id']}/1/*"))
+            assert other.asker.http.post("/v1/completions", json=_naming(place)).status_code == 404
+            assert served.asker.http.delete(f"{ROUTE}/{kept['id']}").status_code == 200
+            until(lambda: other.get(kept["id"]).status_code == 404)
+            assert places() == {"ctx-half"} and not list(library.glob(f"cartridges/{kept['id']}*"))
 
 
 def test_a_server_that_may_not_publish_does_not_start(tmp_path: Path, wards: dict[str, Ward]) -> None:
