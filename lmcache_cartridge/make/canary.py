@@ -36,7 +36,7 @@ _DAMAGED = 6
 """At most so many chunks, or layers, are damaged: spread over all, with the first and the last."""
 _BEHIND = 6
 """Candidates for a cartridge behind itself, whose passes cost twice as much."""
-_DRAWS = (1, 1, 2, 2, 2)
+_DRAWS = (1, 2, 2, 2, 2)
 """How coarse each draw of rounding noise is. The coarse ones count by what is fair, and show where a router of experts
 is about to turn over, which would be no noise at all until it does."""
 FP8 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -145,7 +145,7 @@ def _ask(model: CausalModel, kv: torch.Tensor, rows: Sequence[list[int]]) -> lis
     with rounding(model) as again:
         for seed, coarse in enumerate(_DRAWS):
             again(seed, coarse)
-            apart.append(_apart(model, kv, asked, together=False))  # so that each question draws noise of its own
+            apart.append(_apart(model, kv, asked))
     for place, (each, drawn) in enumerate(zip(asked, zip(*apart, strict=True), strict=True)):
         unsure = torch.stack(drawn).amax((0, 2)).tolist()
         ends = (n for n, top in enumerate(each.answer.logprobs, 1) if top[0] - top[1] < 3 * unsure[n - 1])
@@ -167,27 +167,23 @@ def _greedy(model: CausalModel, kv: torch.Tensor, rows: Sequence[list[int]]) -> 
     return found
 
 
-def _logprobs(
-    model: CausalModel, kv: torch.Tensor, asked: Sequence[Asked], *, together: bool = True
-) -> list[torch.Tensor]:
+def _logprobs(model: CausalModel, kv: torch.Tensor, asked: Sequence[Asked]) -> list[torch.Tensor]:
     """Return float32 logprobs `[tokens, vocabulary]` where each answer's tokens are after `kv`."""
     rows = [[*each.question, *(tokens[0] for tokens in each.answer.tokens[:-1])] for each in asked]
-    read = _read(model, kv, rows, together=together)
+    read = _read(model, kv, rows)
     return [found[-len(each.answer.tokens) :] for found, each in zip(read, asked, strict=True)]
 
 
 @torch.inference_mode()
-def _read(
-    model: CausalModel, kv: torch.Tensor, rows: Sequence[list[int]], more: int = 0, *, together: bool = True
-) -> list[torch.Tensor]:
+def _read(model: CausalModel, kv: torch.Tensor, rows: Sequence[list[int]], more: int = 0) -> list[torch.Tensor]:
     """Return float32 logprobs `[tokens, vocabulary]` after each token of each row behind `kv`, and of so many `more`, the
     likeliest.
 
-    `together` all rows stand in one, which has one copy of the KV, and a mask keeps them apart; else, or where layers have
-    windows or distances, which that mask has not, those of one length go through one pass.
+    All rows stand in one, which has one copy of the KV, and a mask keeps them apart. Where layers have windows or
+    distances, which that mask has not, those of one length go through one pass.
     """
     found: list[torch.Tensor] = [torch.empty(0)] * len(rows)
-    together = together and not model.has_alibi and (model.sight or sys.maxsize) >= kv.shape[2] + _LONGEST + ANSWER
+    together = not model.has_alibi and (model.sight or sys.maxsize) >= kv.shape[2] + _LONGEST + ANSWER
     for part in [list(range(len(rows)))] if together else model.passes(rows, kv):
         count, prefix = 1 if together else len(part), kv.shape[2]
         table = [(index, at, token) for index in part for at, token in enumerate(rows[index])]
@@ -210,13 +206,11 @@ def _read(
     return found
 
 
-def _apart(
-    model: CausalModel, kv: torch.Tensor, asked: Sequence[Asked], *, together: bool = True
-) -> list[torch.Tensor]:
+def _apart(model: CausalModel, kv: torch.Tensor, asked: Sequence[Asked]) -> list[torch.Tensor]:
     """Return for each question how far each logprob of its answer is from the expected one when the KV is `kv`."""
     return [
         (found.gather(1, torch.tensor(each.answer.tokens)) - torch.tensor(each.answer.logprobs)).abs()
-        for found, each in zip(_logprobs(model, kv, asked, together=together), asked, strict=True)
+        for found, each in zip(_logprobs(model, kv, asked), asked, strict=True)
     ]
 
 
