@@ -59,13 +59,11 @@ class Pick(NamedTuple):
 class Fleet:
     """The servers of a configuration. One event loop."""
 
-    def __init__(self, config: FleetConfig, *, chance: random.Random | None = None) -> None:
-        """`chance` chooses between servers of one score."""
+    def __init__(self, config: FleetConfig) -> None:
         self.config = config
         self.index = Index()
         self.pods = [Pod(number, pod, config, self.index) for number, pod in enumerate(config.pods)]
         self.metrics = Metrics(self.index, self.pods)
-        self._chance = chance or random.Random()
         self._tasks: list[asyncio.Task[None]] = []
         self._session: aiohttp.ClientSession
         self._renderer: Renderer
@@ -130,7 +128,7 @@ class Fleet:
                 problem = {"problem": str(error)}
             found, key = self._scored(tokens, able), self._key(fields, headers)
             holders = {name: one for name, one in found.items() if one.share >= HELD or not key}
-            name = best(holders, self._chance) if holders else owner(key, found)
+            name = best(holders) if holders else owner(key, found)
             by = "score" if holders else "owner"
         self.metrics.picks.labels(name, by).inc()
         self.metrics.asked.inc(len(tokens.ids))
@@ -180,10 +178,10 @@ def score(
     return Score(prefix + load, prefix, load, matched, reached / tokens if tokens else 0.0, waiting)
 
 
-def best(scores: Mapping[str, Score], choose: random.Random) -> str:
+def best(scores: Mapping[str, Score]) -> str:
     """Return a server of the highest score, any of them where several have it."""
     highest = max(one.total for one in scores.values())
-    return choose.choice([name for name, one in scores.items() if one.total == highest])
+    return random.choice([name for name, one in scores.items() if one.total == highest])
 
 
 def owner(key: str, servers: Iterable[str]) -> str:

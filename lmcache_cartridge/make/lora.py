@@ -14,12 +14,9 @@ def add_adapter(model: Any, directory: Path) -> None:
     """Put a PEFT LoRA adapter beside the weights of a transformers model, in the model's dtype, as vLLM has it.
 
     It is not merged: weights would be rounded to the model's dtype together with it, and no engine's are. Raises
-    `UnsupportedModel` where PEFT is not installed, or the adapter is of another model.
+    `UnsupportedModel` where the adapter is of another model.
     """
-    try:
-        from peft import PeftModel, get_peft_model_state_dict
-    except ImportError:
-        raise UnsupportedModel("--lora needs peft; install lmcache-cartridge[train]") from None
+    from peft import PeftModel, get_peft_model_state_dict
 
     def refuse(why: Any) -> UnsupportedModel:
         return UnsupportedModel(f"the LoRA adapter {directory.name} is not of this model: {why}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -110,7 +109,7 @@ async def running(tmp_path: Path, count: int = 3, **config: Any) -> AsyncIterato
             stack.callback(pod.engine.close)
             pods[pod.name] = pod
         named = [{"name": name, "url": str(pod.server.make_url("")).rstrip("/")} for name, pod in pods.items()]
-        fleet = Fleet(of_mapping({"pods": named, "poll_s": 0.05, "verify_s": 0.3, **config}), chance=random.Random(1))
+        fleet = Fleet(of_mapping({"pods": named, "poll_s": 0.05, "verify_s": 0.3, **config}))
         client = await stack.enter_async_context(TestClient(TestServer(app(fleet))))
         yield Running(pods, fleet, client)
 
@@ -128,8 +127,8 @@ def test_a_score_is_llm_ds_and_a_tier_further_away_counts_less() -> None:
 
 
 def test_of_equal_scores_any_is_picked() -> None:
-    chance, even = random.Random(0), {name: score({}, 0, waiting) for name, waiting in (("a", 0), ("b", 0), ("c", 1))}
-    picked = Counter(best(even, chance) for _ in range(1000))
+    even = {name: score({}, 0, waiting) for name, waiting in (("a", 0), ("b", 0), ("c", 1))}
+    picked = Counter(best(even) for _ in range(1000))
     assert set(picked) == {"a", "b"} and min(picked.values()) > 400
 
 

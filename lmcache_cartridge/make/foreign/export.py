@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from ... import __version__
 from ...artifact import files, reading
 from ...artifact.manifest import Manifest
-from ...errors import ArtifactError, CartridgeExists, SettingsError
+from ...errors import ArtifactError, CartridgeExists
 from ..payload import read_kv
 from ..progress import Progress, silent
 from .ids import DOCUMENT_IDS, IDS
@@ -55,10 +55,8 @@ def export(root: Path, form: str, output: Path, *, progress: Progress = silent) 
 
 
 def _peft(manifest: Manifest, kv: torch.Tensor, base: str, directory: Path) -> None:
-    try:
-        from peft import CartridgeConfig, TaskType
-    except ImportError as error:
-        raise SettingsError("PEFT is not installed; pip install 'lmcache-cartridge[train]'") from error
+    from peft import CartridgeConfig, TaskType
+
     shape = manifest.fingerprint
     config = CartridgeConfig(
         task_type=TaskType.CAUSAL_LM, base_model_name_or_path=base, inference_mode=True, num_frozen_tokens=FROZEN,
