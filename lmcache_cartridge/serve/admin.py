@@ -20,7 +20,7 @@ from ..artifact.writing import TOKENS
 from ..engine import host_api
 from ..errors import ArtifactError, CartridgeError, ManifestError, RegistryError
 from ..library.quarantine import Quarantine
-from ..library.registry import Registry, RegistryEntry
+from ..library.registry import RegistryEntry
 from .adapters import Prefix
 from .chat import begun
 from .contexts import Context, Patched, Posted
@@ -131,7 +131,7 @@ def add_routes(app: FastAPI, admission: Admission, drain: Drain) -> None:
     @router.get("/{name}/files/{file}")
     async def part(name: str, file: str, request: Request) -> Any:
         """Send a file of a context, from wherever it lies, or the `Range: bytes=FIRST-LAST` of it."""
-        place = (await asyncio.to_thread(_registry(admission).find, (await made(name)).id)).location
+        place = (await asyncio.to_thread(admission.resolver.registry.find, (await made(name)).id)).location
         if file not in (MANIFEST, TOKENS, PAYLOAD):
             raise Refusal(404, "a context has no such file")
         source = admission.resolver.sources
@@ -148,10 +148,9 @@ def add_routes(app: FastAPI, admission: Admission, drain: Drain) -> None:
                 await asyncio.to_thread(source.read_into, place, file, where, memoryview(data))
                 yield bytes(data)
 
-        headers = {"content-length": str(last + 1 - start)}
         if not asked:
-            return StreamingResponse(read(), 200, headers)
-        return StreamingResponse(read(), 206, headers | {"content-range": f"bytes {start}-{last}/{size}"})
+            return StreamingResponse(read())
+        return StreamingResponse(read(), 206, {"content-range": f"bytes {start}-{last}/{size}"})
 
     @router.patch("/{name}")
     async def patch(name: str, patched: Patched) -> Any:
@@ -221,10 +220,6 @@ def add_routes(app: FastAPI, admission: Admission, drain: Drain) -> None:
     app.include_router(router)
 
 
-def _registry(admission: Admission) -> Registry:
-    return Registry(admission.settings.registry_path, read_only=True)
-
-
 def _page(admission: Admission, ranks: Ranks, limit: int, after: str, active: bool) -> dict[str, Any]:
     """List cartridges by id and version, as OpenAI's lists are paged; the `active` ones all together. Blocks."""
     imported = admission.resolver.imports.rows()
@@ -233,10 +228,10 @@ def _page(admission: Admission, ranks: Ranks, limit: int, after: str, active: bo
             tag for rank in ranks for tag in (*rank["pinned"], *rank["loading"], *chain(*rank["resident"].values()))
         }
         digests = {digest for tag in tags for digest in tag.split(".")}
-        rows, more = _registry(admission).having(digests), False
+        rows, more = admission.resolver.registry.having(digests), False
         rows += [row for row in imported if row.digest in digests]
     else:
-        rows = _registry(admission).page(limit + 1, after)
+        rows = admission.resolver.registry.page(limit + 1, after)
         behind = after.rpartition("@")[0] or after
         rows = sorted([*rows, *(row for row in imported if row.id > behind)], key=lambda row: (row.id, row.version))
         rows, more = rows[:limit], len(rows) > limit
@@ -257,7 +252,7 @@ def _page(admission: Admission, ranks: Ranks, limit: int, after: str, active: bo
 def _states(admission: Admission, ranks: Ranks, rows: list[RegistryEntry]) -> list[dict[str, Any]]:
     """Describe cartridges for a client, without a path. Blocks."""
     quarantine = Quarantine(admission.settings.quarantine_dir)
-    current = _registry(admission).current(row.id for row in rows)
+    current = admission.resolver.registry.current(row.id for row in rows)
     current |= {row.name for row in admission.resolver.imports.rows()}
     contexts = admission.resolver.contexts.of([row.id for row in rows])
 

@@ -184,12 +184,12 @@ class Resolver:
 
     def __init__(self, settings: Settings, clock: Callable[[], float] = time.monotonic) -> None:
         self._settings, self._clock = settings, clock
-        self._registry = Registry(settings.registry_path, read_only=True)
+        self.registry = Registry(settings.registry_path, read_only=True)
         self._quarantine = Quarantine(settings.quarantine_dir)
         # A connection for each read there may be: a slow one keeps no other waiting.
         self.sources = Sources(S3Source(**settings.s3 | {"connections": MAX_READS}))
         self._manifests = ManifestCache(settings.manifests_dir, self.sources)
-        self.contexts = Contexts(settings, self._registry)
+        self.contexts = Contexts(settings, self.registry)
         self.imports = Imports(settings, self.sources, clock=clock)
         """What is made of `.pt` files that requests name."""
         self._registered: Lru[tuple[str, str], Found] = Lru(_MAX_REGISTERED)
@@ -305,7 +305,7 @@ class Resolver:
 
     def _known(self, reference: Reference) -> list[RegistryEntry]:
         try:
-            rows = self._registry.candidates(reference.id)
+            rows = self.registry.candidates(reference.id)
         except CartridgeNotFound:
             self._rows.pop(reference.id)
             return []
@@ -352,7 +352,7 @@ class Resolver:
         manifest = found.manifest
         is_needed = manifest.kind == "trained" and found.document_ids is None and not reference.force_redownload
         reason = self._quarantine.reason(manifest.digest, found.location) if is_needed else None
-        copies = self._registry.having([manifest.digest]) if reason else []
+        copies = self.registry.having([manifest.digest]) if reason else []
         if reason and all(self._quarantine.reason(row.digest, row.location) for row in copies):
             places = {str(found.root): manifest.name, found.location: manifest.name}
             raise Refusal(422, f"cartridge {manifest.name} is quarantined: {without_paths(reason, places)}")
