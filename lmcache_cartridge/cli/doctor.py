@@ -85,7 +85,11 @@ def _check_plugin() -> Check:
         missing = sorted(CartridgeBackend.__abstractmethods__)
     except Exception as error:
         found = f"does not import: {type(error).__name__}: {error}"
-        return Check("FAIL", "plugin", found, "reinstall the engine's pinned versions")
+        fix = (
+            "reinstall the engine's pinned versions; beside a torch for CPU uninstall torchvision, torchaudio and torchcodec, "
+            "whose wheels on PyPI are for CUDA"
+        )
+        return Check("FAIL", "plugin", found, fix)
     if missing:
         return Check(
             "FAIL", "plugin", f"LMCache asks for methods it lacks: {missing}", f"install lmcache=={PROVEN['lmcache']}"
