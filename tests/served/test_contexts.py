@@ -26,6 +26,7 @@ from waiting import until
 from wards import MODEL, Asker, Ward, content
 
 from lmcache_cartridge.artifact.reading import load_manifest
+from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.errors import UnsupportedEngine
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.serve.launch import plan
@@ -387,11 +388,18 @@ def test_a_server_that_is_killed_lists_nothing_half_made_and_keeps_what_was_answ
 
 
 @pytest.mark.parametrize("mode", ["in-process", "multiprocess"])
-def test_two_ranks_hand_over_each_its_head(tmp_path: Path, wards: dict[str, Ward], mode: str) -> None:
+def test_two_ranks_hand_over_each_its_head(
+    tmp_path: Path, wards: dict[str, Ward], mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with serving(tmp_path, wards, mode, TP) as served:
         made = served.made(document=wards["first"].document.text)
         assert len(load_manifest(served.root(made["id"])).payload.checksums[0]) == 2
         served.right(made["id"], wards["first"])
+        monkeypatch.setenv("VLLM_API_KEY", KEYS[0])
+        (tmp_path / "sheet.txt").write_text(wards["first"].document.text)
+        words = ["--home", str(tmp_path / "here"), "--id", "sheet", "--document", str(tmp_path / "sheet.txt")]
+        assert main(["build", "--url", str(served.asker.http.base_url), *words]) == 0
+        assert load_manifest(tmp_path / "here" / "cartridges" / "sheet" / "1").digest == made["digest"]
 
 
 def _family(pid: int) -> list[int]:
