@@ -29,6 +29,7 @@ from .options import (
     Payload,
     Publish,
     Ray,
+    ServerModel,
     check,
     command,
     file,
@@ -85,6 +86,7 @@ def build(
         option("have this server make it, in place of a --model, in its dtype, with its kernels and template; it is `serve "
                "--l1-bytes BYTES --set contexts=true`. Its key is that in $VLLM_API_KEY"),
     ] = None,
+    server_model: ServerModel = None,
     compact: Annotated[
         str | None,
         option("make it shorter, in seconds and without training: 4x, or so many positions", metavar="4x"),
@@ -156,6 +158,7 @@ def _check_build(given: dict[str, Any]) -> None:
         "--compact excludes --chat, --messages, --token-ids, --url, --canary; it computes a plain document",
         "--questions, --held-out, --refine, --accept need --compact; they are for a compaction",
         "--refine needs --questions; without any it made cartridges that answer less",
+        "--server-model needs --url; here --lora names an adapter",
         "--url excludes --model, --lora, --canary, --chat-template, --chunk-size, --max-model-len; the server has its own",
         "--from needs --compact or --payload; say how short, or int8",
         "--from excludes --url, --canary, --model, --lora; with --payload int8 nothing is computed"
@@ -173,7 +176,7 @@ def _prefill(root: Path, given: dict[str, Any]) -> tuple[Manifest, dict[str, Any
         from ..make.server import Server
 
         text = remote.Text(source, token_ids, messages and read_json(messages), given["chat"], arguments)
-        with Server(given["url"]) as server:
+        with Server(given["url"], given["server_model"]) as server:
             manifest = remote.build(server, text, root, **given["made"])
     else:
         loaded = load_model(given["model"], **given["options"])

@@ -117,7 +117,7 @@ OneDocument = Annotated[Path | None, file("UTF-8 text file")]
 Url = Annotated[str | None, option("running server; its key is that in $VLLM_API_KEY")]
 ServerModel = Annotated[
     str | None,
-    option("what the server is asked for: its model, or the LoRA adapter of the cartridge (default: the first it serves)"),
+    option("what the server is asked for: its model, or the cartridge's LoRA adapter (default: the first it serves)"),
 ]  # fmt: skip
 Vllm = Annotated[
     str,

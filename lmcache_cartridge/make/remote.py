@@ -59,7 +59,7 @@ def build(
     server: Server, text: Text, root: Path, *, cartridge_id: str, version: int, encoding: str = "plain",
     progress: Progress = silent,
 ) -> Manifest:  # fmt: skip
-    """Have the server make a cartridge of a text, and bring it to `root`, every byte checked.
+    """Have the server's model, or its LoRA adapter, make a cartridge of a text, and bring it to `root`, every byte checked.
 
     It is made under a salt of its own, so nobody else's context is used, changed or removed, though it had the same text.
     What is stored in int8 here has no canary: the server asks of plain KV. Raises
@@ -67,7 +67,7 @@ def build(
     Registers nothing.
     """
     own = {"cache_salt": uuid.uuid4().hex}
-    reply = server.send("POST", ROUTE, json=text.asked() | own | {"ttl": TTL_S})
+    reply = server.send("POST", ROUTE, json=text.asked() | own | {"ttl": TTL_S, "model": server.model})
     if reply.status_code in _OFF:
         raise SourceError(
             f"{server.url} makes no cartridges for clients; it has to be `serve --l1-bytes BYTES --set contexts=true`"

@@ -20,6 +20,7 @@ from waiting import until
 from wards import MODEL, Ward, content, patients, register, write_ward
 
 from lmcache_cartridge.cli.main import main
+from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.serve.launch import plan
 from lmcache_cartridge.serve.processes import SMALL, ServerProcess
@@ -119,6 +120,21 @@ def test_a_context_is_of_the_model_that_it_is_made_by_and_refused_to_others(serv
             assert "made with" in _refused(served, other, [name])
     for name in names.values():
         assert served.http.delete(f"{route}/{name}").status_code == 200
+
+
+def test_a_server_has_an_adapter_make_a_cartridge_too(served: Served, tmp_path: Path) -> None:
+    (tmp_path / "ids.json").write_text(json.dumps(_ward(served).ids[:512]))
+    options = ["--id", "fetched", "--token-ids", str(tmp_path / "ids.json"), "--home", str(tmp_path)]
+    assert main(["build", "--url", str(served.http.base_url), "--server-model", "one", *options]) == 0
+    registry = Registry(served.settings.registry_path)
+    registry.register(tmp_path / "cartridges" / "fetched" / "1")
+    for question, _ in _questions(_ward(served), 3):
+        reply = served.ask(question, "fetched", model="one")
+        assert reply.cached_tokens == 512
+        assert difference(reply, _computed(served, _ward(served).ids[:512] + question, "one")) < NOISE
+    for other in ("two", MODEL):
+        assert "made with" in _refused(served, other, ["fetched"])
+    registry.remove("fetched")
 
 
 def test_what_is_marked_is_read_for_the_model_that_it_was_marked_for(served: Served) -> None:
