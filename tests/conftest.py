@@ -51,7 +51,7 @@ def vllm_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files that take minutes: the short ones then fill what is left of the time of several workers."""
-    files = ("test_api", "test_cluster", "test_commands", "test_corpus", "test_l2_canary", "test_quickstart")
+    files = ("test_cluster", "test_commands", "test_corpus", "test_quickstart")
 
     def is_long(path: Path) -> bool:
         return path.parent.name in ("served", "fleet") or path.stem in files or "_served" in path.name

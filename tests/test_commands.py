@@ -49,8 +49,8 @@ BY_OTHERS = {
     "lmcache-cartridge export ward-a --to peft --output adapter": "make/test_convert_export.py",
     "lmcache-cartridge export ward-a --to hazy --output checkpoint": "make/test_convert_export.py",
     "lmcache-cartridge serve ./llama --mode multiprocess --port 8000 --max-model-len 8192": "served/test_l2_saving.py",
-    "lmcache-cartridge bench --url http://localhost:8000 --model ./llama --p 256,512 --c 1,2": "test_api.py",
-    "lmcache-cartridge validate --url http://localhost:8000 --model ./llama --tier 0,0.5,3cross,10": "test_canary_served.py",
+    "lmcache-cartridge bench --url http://localhost:8000 --model ./llama --p 256,512 --c 1,2": "served/test_api.py",
+    "lmcache-cartridge validate --url http://localhost:8000 --model ./llama --tier 0,0.5,3cross,10": "served/test_canary_served.py",
     "lmcache-cartridge validate --url http://localhost:8000 --cartridges handbook --tier 0,1b,4": "validate/test_validate.py",
     "lmcache-cartridge serve ./llama --mode multiprocess --port 8000 --l1-bytes 4GiB --l2-adapter "
     '\'{"type": "fs", "base_path": "/var/cache/lmcache"}\'': "served/test_l2_saving.py",
@@ -76,7 +76,7 @@ BY_OTHERS = {
     '"kv_connector": "CartridgeConnector", "kv_role": "kv_both", '
     '"kv_connector_module_path": "vllm.distributed.kv_transfer.kv_connector.v1.cartridge_connector", '
     '"kv_connector_extra_config": {"cartridges": {"handbook": "/srv/cartridges/handbook/1"}, '
-    '"router": {"type": "label", "field": "cartridge_id"}}}\'': "test_forms_served.py",
+    '"router": {"type": "label", "field": "cartridge_id"}}}\'': "served/test_forms_served.py",
     "LMCACHE_CONFIG_FILE=lmcache.yaml vllm serve ./llama --kv-transfer-config '{ "
     '"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_consumer"}\'': "served/test_stock.py",
     "lmcache-cartridge serve ./llama --library s3://cartridges/fleet --set drain_s=15 --shutdown-timeout 60": "fleet/test_fleet.py",
