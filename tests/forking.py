@@ -141,6 +141,13 @@ def _read_early(environment: dict[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if not name.startswith(_READ_LATE)}
 
 
+def _read(condition: Any) -> None:
+    """Note that a message was read, as vLLM does, but spin for the next one for 20 ms: for a second on each of several workers'
+    queues takes cores from other servers, and on two cores from whoever is to write it.
+    """
+    condition.last_read = time.monotonic() - condition.busy_loop_s + 0.02
+
+
 def main() -> None:
     """Fork a server for each line of standard input that has a command; at the input's end kill those that still run."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
@@ -153,6 +160,7 @@ def main() -> None:
     for name in PRELOADED_LAST:
         importlib.import_module(name)
     _compile()
+    importlib.import_module("vllm.distributed.device_communicators.shm_broadcast").SpinCondition.record_read = _read
     for final in weakref.finalize._registry:  # torch's own, which take longer at exit than the memory is worth
         final.atexit = False
     # No child looks for garbage in what is imported here.
