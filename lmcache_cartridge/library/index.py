@@ -177,7 +177,7 @@ class KeyIndex:
         return self._digests.get(chunk_hash >> 8 * (self._width - 8), ())
 
     def _begins(self, hashes: bytes) -> Sequence[int]:
-        return struct.unpack(f">{len(hashes) // 8}Q", hashes)[:: self._width // 8]
+        return struct.unpack_from(f">{len(hashes) // 8}Q", hashes)[:: self._width // 8]
 
     def _ints(self, hashes: bytes) -> Sequence[int]:
         width = self._width

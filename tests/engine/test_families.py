@@ -159,7 +159,7 @@ def test_import_and_what_is_made_for_a_server_take_the_factors_that_the_engine_t
         assert main([*words, *more]) == 0
     for row in Registry(tmp_path / "home" / "registry.sqlite").all():
         assert not load_manifest(row.local_root()).fingerprint.differences(expected)
-    model, args = load_for(given, str(directory))
+    model, args = load_for(" ".join(given), str(directory))
     assert (model.fingerprint, set(given) <= set(args), args[-2:]) == (expected, True, ["--dtype", "float32"])
     assert expected.rope[0].parameters["factors"] == factors
 
