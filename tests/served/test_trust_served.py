@@ -174,9 +174,16 @@ ALL = (FACTS, FACTS)
 
 
 class TrustTests:
-    """In each mode: a subclass with a `mode` and a fixture `served`."""
+    """In each mode: a subclass with a `mode`."""
 
     mode = ""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def served(cls, library: Library) -> Iterator[Served]:
+        served = Served(library, cls.mode)
+        with served.stack:
+            yield served
 
     def test_the_good_one_answers_those_that_name_it_and_those_that_bring_its_text(self, served: Served) -> None:
         assert served.right("p") == FACTS
@@ -306,23 +313,9 @@ class TrustTests:
 class TestInProcess(TrustTests):
     mode = "in-process"
 
-    @pytest.fixture(scope="class")
-    @classmethod
-    def served(cls, library: Library) -> Iterator[Served]:
-        served = Served(library, cls.mode)
-        with served.stack:
-            yield served
-
 
 class TestMultiprocess(TrustTests):
     mode = "multiprocess"
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def served(cls, library: Library) -> Iterator[Served]:
-        served = Served(library, cls.mode)
-        with served.stack:
-            yield served
 
     def test_nothing_that_was_injected_outlives_a_restart(self, served: Served) -> None:
         """In this mode alone, in which LMCache's server starts again too."""
