@@ -71,5 +71,5 @@ class Cli:
 
 
 @pytest.fixture
-def cli(tmp_path: Path) -> Cli:
+def cli(tmp_path):
     return Cli(tmp_path / "home")

@@ -36,13 +36,13 @@ os.environ.setdefault("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "60")
 
 
 @pytest.fixture(autouse=True)
-def own_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+def own_cache(monkeypatch):
     """Give each test a download cache of its own: artefacts of one test may be those of another, to the byte."""
     monkeypatch.setenv(CACHE, str(Path(os.environ[CACHE]) / str(next(_caches))))
 
 
 @pytest.fixture
-def vllm_log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+def vllm_log(caplog, monkeypatch):
     """Return what is logged as vLLM's own: where vLLM was imported it keeps that to itself, and where it was to be quiet drops it."""
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     caplog.set_level(logging.INFO, "vllm")
@@ -60,7 +60,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def forked_servers() -> None:
+def forked_servers():
     """Have `ServerProcess` fork the servers of tests where that comes to the same as starting them."""
     environment = {"VLLM_NO_USAGE_STATS": "1", "VLLM_PLUGINS": launch.allowed_plugins()}
     substitute(Parent({**processes.SMALL, **os.environ, **environment}).popen)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -91,7 +91,7 @@ class Home:
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> Iterator[Home]:
+def home(tmp_path):
     """An empty home, whose stores are closed and checked at the end."""
     home = Home(tmp_path / "home")
     yield home
@@ -99,12 +99,12 @@ def home(tmp_path: Path) -> Iterator[Home]:
 
 
 @pytest.fixture
-def clock() -> Clock:
+def clock():
     return Clock()
 
 
 @pytest.fixture
-def opened(home: Home, clock: Clock) -> Callable[..., CartridgeStore]:
+def opened(home, clock):
     """Return a function that opens a store, with settings and what an engine has, that looks for changes only when told to."""
 
     def open_store(settings: dict[str, Any] | None = None, **engine: Any) -> CartridgeStore:

@@ -14,7 +14,6 @@ import time
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Iterator
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any, ClassVar
@@ -197,7 +196,7 @@ class S3Server(_Server):
 
 
 @pytest.fixture(scope="session")
-def descriptions() -> None:
+def descriptions():
     """Have botocore read its descriptions of services once in a process: for each client that is 100 ms of 150."""
     from botocore.loaders import JSONFileLoader
 
@@ -206,7 +205,7 @@ def descriptions() -> None:
 
 
 @pytest.fixture(scope="session")
-def s3_server(descriptions: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+def s3_server(descriptions, tmp_path_factory):
     """The server, started for the first test that asks for it; a test that kills it starts it again."""
     server = S3Server(tmp_path_factory.mktemp("swift"))
     try:
@@ -218,7 +217,7 @@ def s3_server(descriptions: None, tmp_path_factory: pytest.TempPathFactory) -> I
 
 
 @pytest.fixture(scope="session")
-def moto_server(descriptions: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MotoServer]:
+def moto_server(descriptions, tmp_path_factory):
     """Moto's server, started for the first test that asks for it."""
     server = MotoServer(tmp_path_factory.mktemp("moto"))
     server.start()
@@ -228,7 +227,7 @@ def moto_server(descriptions: None, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.fixture
-def s3_kind() -> str:
+def s3_kind():
     """Which server `s3_credentials` and `bucket` are of."""
     return "swift"
 
@@ -237,9 +236,7 @@ both = pytest.mark.parametrize("s3_kind", ["swift", "moto"])
 
 
 @pytest.fixture
-def s3_credentials(
-    s3_kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> S3Server | MotoServer:
+def s3_credentials(s3_kind, request, monkeypatch):
     """The server, with its credentials in the environment and no others to be found."""
     s3_server = request.getfixturevalue({"swift": "s3_server", "moto": "moto_server"}[s3_kind])
     for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_DEFAULT_REGION"):
@@ -250,7 +247,7 @@ def s3_credentials(
 
 
 @pytest.fixture
-def bucket(s3_credentials: S3Server | MotoServer) -> str:
+def bucket(s3_credentials):
     """A new, empty bucket."""
     name = f"bucket-{uuid.uuid4().hex[:12]}"
     s3_credentials.client.create_bucket(Bucket=name)
@@ -258,7 +255,7 @@ def bucket(s3_credentials: S3Server | MotoServer) -> str:
 
 
 @pytest.fixture
-def proxy(s3_credentials: S3Server | MotoServer) -> Iterator[FaultyProxy]:
+def proxy(s3_credentials):
     """A proxy before the server, to break its answers."""
     with FaultyProxy(s3_credentials.port) as proxy:
         yield proxy

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import report
@@ -16,14 +15,14 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
 @pytest.fixture(scope="module", autouse=True)
-def on_path() -> Iterator[None]:
+def on_path():
     sys.path.insert(0, str(BENCHMARKS))
     yield
     sys.path.remove(str(BENCHMARKS))
 
 
 @pytest.mark.parametrize("name", ["corpus", "replacement", "scale", "inject", "retrieval", "fleet"])
-def test_the_smallest_form_writes_a_result(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_smallest_form_writes_a_result(name, tmp_path, capsys):
     importlib.import_module(name).main(["--smoke", "--out", str(tmp_path), "--note", "a test"])
     printed = capsys.readouterr().out
     result = report.read(tmp_path / f"{name}.json")
@@ -31,7 +30,7 @@ def test_the_smallest_form_writes_a_result(name: str, tmp_path: Path, capsys: py
     assert result.is_of_todays_code() and result.about() in printed
 
 
-def test_short_cartridges_are_measured_by_questions_of_their_own(tmp_path: Path) -> None:
+def test_short_cartridges_are_measured_by_questions_of_their_own(tmp_path):
     importlib.import_module("quality").main(["--smoke", "--out", str(tmp_path)])
     figures = report.read(tmp_path / "quality.json").figures
     shares = {one.case["way"]: one for one in figures if one.unit == "share" and one.case["sheet"] != "all"}
@@ -40,7 +39,7 @@ def test_short_cartridges_are_measured_by_questions_of_their_own(tmp_path: Path)
     assert {one.case["way"] for one in figures if one.what == "making"} == {"compact 4x", "train 4x"}
 
 
-def test_the_model_that_is_made_is_one_that_cartridges_can_be_made_for(tmp_path: Path) -> None:
+def test_the_model_that_is_made_is_one_that_cartridges_can_be_made_for(tmp_path):
     """What `ttft` does before it starts its server, which takes too long for a smoke test."""
     ttft = importlib.import_module("ttft")
     from lmcache_cartridge.artifact.reading import verify
@@ -63,21 +62,21 @@ HITS = [
 
 
 @pytest.mark.parametrize(("requests", "room", "expected"), HITS)
-def test_the_policies_hit_as_often_as_by_hand(requests: list[int], room: int, expected: dict[str, int]) -> None:
+def test_the_policies_hit_as_often_as_by_hand(requests, room, expected):
     module = importlib.import_module("replacement")
     load = module.Load("by hand", requests, room)
     hits = {name: module.found(load, module.POLICIES[name](room)) for name in ("LRU", "LFU")}
     assert hits | {"optimum": module.optimum(load)} == expected
 
 
-def test_the_sizes_in_the_docs_are_those_computed_from_the_models() -> None:
+def test_the_sizes_in_the_docs_are_those_computed_from_the_models():
     sizes = importlib.import_module("sizes")
     rows = sizes.rows()
     assert {row["model"]: row["p = 16,384"] for row in rows}["Qwen2.5-1.5B"] == "448 MiB", "28 * 2 * 2 * 128 * 2 * p"
     assert sizes.markdown(rows) in (BENCHMARKS.parent / "docs" / "operations.md").read_text()
 
 
-def test_dropping_a_file_from_the_page_cache_is_proved(tmp_path: Path) -> None:
+def test_dropping_a_file_from_the_page_cache_is_proved(tmp_path):
     retrieval = importlib.import_module("retrieval")
     path = tmp_path / "file"
     path.write_bytes(bytes(1 << 20))
@@ -90,7 +89,7 @@ def test_dropping_a_file_from_the_page_cache_is_proved(tmp_path: Path) -> None:
     "name",
     ["corpus", "retrieval", "cold_fetch", "fleet", "gpu", "inject", "models", "replacement", "saving", "scale", "ttft"],
 )
-def test_help_says_what_is_compared(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_says_what_is_compared(name, capsys):
     main: Callable[[list[str]], None] = importlib.import_module(name).main
     with pytest.raises(SystemExit) as ended:
         main(["--help"])
@@ -104,7 +103,7 @@ def test_help_says_what_is_compared(name: str, capsys: pytest.CaptureFixture[str
     ({"noise": None, "note": "not served: x"}, False),
     ({"cartridge": float("nan")}, False), ({"trained": float("nan")}, False),
 ])  # fmt: skip
-def test_a_family_is_sound_at_the_noise_only_or_refused_with_a_reason(changes: dict[str, Any], sound: bool) -> None:
+def test_a_family_is_sound_at_the_noise_only_or_refused_with_a_reason(changes, sound):
     models = importlib.import_module("models")
     row = models.Row("Llama", "in-process", 5e-5, 4e-5, 3e-5, 2e-5, 15.0)
     assert row._replace(**changes).sound == sound
@@ -116,9 +115,7 @@ def test_a_family_is_sound_at_the_noise_only_or_refused_with_a_reason(changes: d
     ("torchvision is not there, a slower way is taken\nModel architectures ['X'] failed to be inspected.", False),
     ("No module named 'torchvision'", False), ("UnsupportedEngine: it has no KV", True), (None, False),
 ])  # fmt: skip
-def test_a_family_that_cannot_be_imported_is_sound_only_where_torchvision_is_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str | None, sound: bool
-) -> None:
+def test_a_family_that_cannot_be_imported_is_sound_only_where_torchvision_is_why(tmp_path, monkeypatch, said, sound):
     models = importlib.import_module("models")
 
     def served(*words: str, **options: bool) -> None:

@@ -10,13 +10,11 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from s3 import MotoServer
 
 from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.cli.recall import MODEL_DIR, load_sheet
@@ -143,7 +141,7 @@ SHOWN = {page.name: commands(page) for page in PAGES if page.name not in ELSEWHE
 TYPED = [c for found in SHOWN.values() for c in found if c not in BY_OTHERS and c not in BY_NOBODY]
 
 
-def test_there_are_commands_and_none_is_listed_that_is_not_shown() -> None:
+def test_there_are_commands_and_none_is_listed_that_is_not_shown():
     shown = {command for found in SHOWN.values() for command in found}
     assert len(shown) > 25
     assert {*BY_OTHERS, *BY_NOBODY} - shown == set()
@@ -188,7 +186,7 @@ IN_A_SHELL = {BUILD, "lmcache-cartridge verify handbook", "lmcache-cartridge con
 
 
 @pytest.fixture(scope="module")
-def author(tmp_path_factory: pytest.TempPathFactory, moto_server: MotoServer) -> Shell:
+def author(tmp_path_factory, moto_server):
     """Before the server is up."""
     directory = tmp_path_factory.mktemp("person")
     (directory / "llama").symlink_to(MODEL_DIR)
@@ -206,7 +204,7 @@ def author(tmp_path_factory: pytest.TempPathFactory, moto_server: MotoServer) ->
 
 
 @pytest.fixture(scope="module")
-def shell(author: Shell) -> Iterator[Shell]:
+def shell(author):
     """Before a server that is what `SERVE` would become, but for its port and that it compiles no model."""
     launches: list[Launch] = []
     with pytest.MonkeyPatch.context() as patch:
@@ -226,14 +224,14 @@ def shell(author: Shell) -> Iterator[Shell]:
 
 
 @pytest.mark.parametrize(("more", "version"), [("", 1), (" ", 1), (" --canary 'Who is on call?'", 2)])
-def test_building_again_makes_a_new_version_of_what_changed(author: Shell, more: str, version: int) -> None:
+def test_building_again_makes_a_new_version_of_what_changed(author, more, version):
     done = author.type(BUILD + more)
     assert done.returncode == 0, done.stderr
     assert f"handbook@{version}" in done.stdout
 
 
 @pytest.mark.parametrize("command", sorted(set(TYPED) - {BUILD, SERVE}, key=TYPED.index))
-def test_a_command_of_the_pages_does_what_it_says(shell: Shell, command: str) -> None:
+def test_a_command_of_the_pages_does_what_it_says(shell, command):
     words, more = shlex.split(command), {}
     if words[:3] == ["lmcache-cartridge", "import", "s3://bucket/handbook"] or words[:2] == [
         "lmcache-cartridge",
@@ -255,7 +253,7 @@ PASSES = " ".join((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split()
 
 
 @pytest.mark.parametrize(("file", "name"), re.findall(r"`([a-z_/]+\.py)`: `([A-Za-z_.]+)`", PASSES))
-def test_what_the_two_passes_name_is_there(file: str, name: str) -> None:
+def test_what_the_two_passes_name_is_there(file, name):
     body = ast.parse((ROOT / "lmcache_cartridge" / file).read_text(encoding="utf-8")).body
     for part in name.split("."):
         [found] = [node for node in body if getattr(node, "name", None) == part]
@@ -263,7 +261,7 @@ def test_what_the_two_passes_name_is_there(file: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_a_link_of_a_page_leads_somewhere(page: Path) -> None:
+def test_a_link_of_a_page_leads_somewhere(page):
     for link in re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
         file, _, heading = link.partition("#")
         target = page.parent / file if file else page

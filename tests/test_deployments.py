@@ -88,7 +88,7 @@ def _engines(values: Any) -> list[Any]:
 
 
 @pytest.fixture
-def planned(tmp_path: Path) -> tuple[list[str], dict[str, str]]:
+def planned(tmp_path):
     """The options and variables by which `serve` makes vLLM serve cartridges."""
     sized = ("--kv-cache-memory-bytes", "1")  # no default of the CPU's is added
     launch = plan("MODEL", Settings(home=tmp_path), vllm_args=sized)
@@ -126,7 +126,7 @@ def _settings(config_map: Any) -> Settings:
     return Settings(**ours)
 
 
-def test_the_production_stack_gets_keys_that_its_chart_reads() -> None:
+def test_the_production_stack_gets_keys_that_its_chart_reads():
     values = _one(STACK)
     assert values.keys() <= CHART[""]
     for part in ("servingEngineSpec", "routerSpec"):
@@ -137,7 +137,7 @@ def test_the_production_stack_gets_keys_that_its_chart_reads() -> None:
     assert len({engine["name"] for engine in _engines(values)}) == len(_engines(values)) == 2
 
 
-def test_the_production_stack_offloads_as_without_cartridges() -> None:
+def test_the_production_stack_offloads_as_without_cartridges():
     """`test_saving_served` starts a server by what its chart made of these values."""
     rendered = json.loads(RENDERED.read_text(encoding="utf-8"))
     assert rendered["values_sha256"] == hashlib.sha256(STACK.read_bytes()).hexdigest(), "render it again"
@@ -155,7 +155,7 @@ def test_the_production_stack_offloads_as_without_cartridges() -> None:
     assert SECRET_VARIABLE in STACK.read_text(encoding="utf-8")
 
 
-def test_the_production_stack_has_one_library_and_a_disk_tier_on_its_volume() -> None:
+def test_the_production_stack_has_one_library_and_a_disk_tier_on_its_volume():
     values = _one(STACK)
     [config_map] = values["extraObjects"]
     settings = _settings(config_map)
@@ -169,7 +169,7 @@ def test_the_production_stack_has_one_library_and_a_disk_tier_on_its_volume() ->
         assert [mount["name"] for mount in engine["extraVolumeMounts"]] == ["lmcache"]
 
 
-def test_the_production_stacks_router_has_our_callback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_production_stacks_router_has_our_callback(monkeypatch):
     values = _one(STACK)
     router, env = values["routerSpec"], {v["name"]: v["value"] for v in values["routerSpec"]["env"]}
     assert router["routingLogic"] == "session" and router["routingLogic"] in CHART_LOGICS
@@ -199,7 +199,7 @@ def _pickers() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", _pickers())
-def test_a_picker_names_plugins_that_there_are(name: str) -> None:
+def test_a_picker_names_plugins_that_there_are(name):
     picker = _pickers()[name]
     assert (picker["apiVersion"], picker["kind"]) == ("llm-d.ai/v1alpha1", "EndpointPickerConfig")
     types = {plugin["type"] for plugin in picker["plugins"]}
@@ -215,7 +215,7 @@ def test_a_picker_names_plugins_that_there_are(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["residency.yaml", "kserve"])
-def test_a_picker_reads_our_gauge(name: str) -> None:
+def test_a_picker_reads_our_gauge(name):
     plugins = {plugin["type"]: plugin.get("parameters", {}) for plugin in _pickers()[name]["plugins"]}
     assert "lora-affinity-scorer" in plugins
     [engine] = plugins["core-metrics-extractor"]["engineConfigs"]
@@ -224,13 +224,13 @@ def test_a_picker_reads_our_gauge(name: str) -> None:
     assert RESIDENT_LABELS == SCORER_LABELS
 
 
-def test_a_picker_reads_the_header_that_clients_send() -> None:
+def test_a_picker_reads_the_header_that_clients_send():
     plugins = {plugin["type"]: plugin.get("parameters", {}) for plugin in _pickers()["session.yaml"]["plugins"]}
     assert plugins["session-affinity-scorer"]["strategy"] == "session_id"
     assert plugins["session-affinity-scorer"]["sessionIdConfig"]["sources"] == [{"header": "x-session-id"}]
 
 
-def test_engines_of_llm_d_serve_as_serve_does(planned: tuple[list[str], dict[str, str]]) -> None:
+def test_engines_of_llm_d_serve_as_serve_does(planned):
     arguments, environment = planned
     config_map, service, deployment = _all(ENGINES)
     settings = _settings(config_map)
@@ -247,7 +247,7 @@ def test_engines_of_llm_d_serve_as_serve_does(planned: tuple[list[str], dict[str
     assert {m["name"] for m in container["volumeMounts"]} == {v["name"] for v in pod["spec"]["volumes"]}
 
 
-def test_engines_of_kserve_serve_as_serve_does(planned: tuple[list[str], dict[str, str]]) -> None:
+def test_engines_of_kserve_serve_as_serve_does(planned):
     arguments, environment = planned
     service = _one(KSERVE)
     assert (service["apiVersion"], service["kind"]) == ("serving.kserve.io/v1alpha2", "LLMInferenceService")
@@ -260,7 +260,7 @@ def test_engines_of_kserve_serve_as_serve_does(planned: tuple[list[str], dict[st
     assert "{{" not in KSERVE.read_text(encoding="utf-8"), "KServe takes that for a template"
 
 
-def test_what_was_not_run_says_so_and_of_which_version() -> None:
+def test_what_was_not_run_says_so_and_of_which_version():
     for path in (STACK, LLM_D, ENGINES, KSERVE, COMPOSE, *DOCKERFILES):
         head = re.split(r"^[^#]", path.read_text(encoding="utf-8"), maxsplit=1, flags=re.M)[0]
         assert re.search(r"[Nn]ot (run|built)", head), path
@@ -280,7 +280,7 @@ def _instructions(path: Path) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
-def test_a_dockerfile_has_what_it_copies_and_proven_versions(path: Path) -> None:
+def test_a_dockerfile_has_what_it_copies_and_proven_versions(path):
     instructions = _instructions(path)
     names = [name for name, _ in instructions]
     assert names[0] == "FROM" and names.count("FROM") == 1
@@ -299,7 +299,7 @@ def test_a_dockerfile_has_what_it_copies_and_proven_versions(path: Path) -> None
     assert "check_versions()" in [rest for name, rest in instructions if name == "RUN"][-1]
 
 
-def test_the_dockerfiles_have_the_versions_that_are_proven() -> None:
+def test_the_dockerfiles_have_the_versions_that_are_proven():
     gpu, cpu = (path.read_text(encoding="utf-8") for path in DOCKERFILES)
     assert f"FROM vllm/vllm-openai:v{PROVEN['vllm']}\n" in gpu
     assert f" lmcache=={PROVEN['lmcache']} " in gpu
@@ -322,18 +322,18 @@ _NO_DEFAULT = re.compile(r"\.\.\.|\$\(.*|\$\w+|\$\{\w+(:\?.*)?|\{name:|request\.
 @pytest.mark.parametrize(
     "path", [p for p in CONFIGS.rglob("*") if p.is_file() and p.suffix != ".pyc"], ids=lambda path: path.name
 )
-def test_no_file_has_a_secret_that_everybody_knows(path: Path) -> None:
+def test_no_file_has_a_secret_that_everybody_knows(path):
     found = [value for value in _SECRET.findall(path.read_text(encoding="utf-8")) if not _NO_DEFAULT.fullmatch(value)]
     assert not found
 
 
-def test_the_search_for_secrets_finds_those_that_were_published() -> None:
+def test_the_search_for_secrets_finds_those_that_were_published():
     for line in ("SALT_SECRET: ${SALT:-change-me}", "AWS_SECRET_ACCESS_KEY=test x", '"api_key": "abc"', "HF_TOKEN=x"):
         [value] = _SECRET.findall(line)
         assert not _NO_DEFAULT.fullmatch(value), line
 
 
-def test_a_lock_says_how_it_is_installed_and_so_does_every_place_that_names_it() -> None:
+def test_a_lock_says_how_it_is_installed_and_so_does_every_place_that_names_it():
     """pip's own resolution would add CUDA builds to it, with which transformers does not load."""
     for name in ("requirements-cpu.lock", "requirements-test.lock"):
         assert f"pip install --no-deps -r {name}" in (CONFIGS / name).read_text().partition("==")[0]
@@ -347,7 +347,7 @@ def test_a_lock_says_how_it_is_installed_and_so_does_every_place_that_names_it()
     assert "pip install --no-deps -r configs/requirements-cpu.lock" in (ROOT / "README.md").read_text()
 
 
-def test_what_runs_may_finish_before_a_pod_is_killed() -> None:
+def test_what_runs_may_finish_before_a_pod_is_killed():
     """`drain_s`, `--shutdown-timeout` and some seconds to end fit in what Kubernetes and Docker wait."""
     config_map, _, deployment = _all(ENGINES)
     pod = deployment["spec"]["template"]["spec"]
@@ -366,7 +366,7 @@ def test_what_runs_may_finish_before_a_pod_is_killed() -> None:
         assert drain_s > 0 and runs_s > 0 and drain_s + runs_s + 5 <= grace_s
 
 
-def test_envoy_asks_another_server_where_one_is_about_to_stop() -> None:
+def test_envoy_asks_another_server_where_one_is_about_to_stop():
     with quietly():
         from lmcache_cartridge.serve.drain import HEALTH, REFUSED
     for name in ("envoy.yaml", "picker.yaml"):
@@ -376,7 +376,7 @@ def test_envoy_asks_another_server_where_one_is_about_to_stop() -> None:
         assert f"http_health_check: {{path: {HEALTH}}}" in text
 
 
-def test_compose_starts_what_envoys_configuration_names() -> None:
+def test_compose_starts_what_envoys_configuration_names():
     services = _one(COMPOSE)["services"]
     envoy = _one(CONFIGS / "envoy" / "envoy.yaml")["static_resources"]
     [cluster], [listener] = envoy["clusters"], envoy["listeners"]
@@ -412,9 +412,7 @@ def test_compose_starts_what_envoys_configuration_names() -> None:
     assert bucket is not None and library.library == f"s3://{bucket[1]}/fleet"
 
 
-def test_the_command_in_compose_is_one_that_serve_takes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_in_compose_is_one_that_serve_takes(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("LMCACHE_CARTRIDGE_HOME", str(tmp_path))
     command = _one(COMPOSE)["services"]["engine-0"]["command"]
     assert main([*command, "--print"]) == 0
@@ -424,6 +422,6 @@ def test_the_command_in_compose_is_one_that_serve_takes(
 
 
 @pytest.mark.parametrize("path", [STACK, LLM_D, ENGINES, KSERVE, COMPOSE, *DOCKERFILES], ids=lambda path: path.name)
-def test_config_prints_it(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_prints_it(path, capsys):
     assert main(["config", path.relative_to(CONFIGS).as_posix()]) == 0
     assert capsys.readouterr().out == path.read_text(encoding="utf-8")

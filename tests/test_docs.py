@@ -17,22 +17,22 @@ made, PAGES = GENERATE["made"], GENERATE["PAGES"]
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_a_page_is_as_the_code_has_it(page: str) -> None:
+def test_a_page_is_as_the_code_has_it(page):
     assert made(page) == PAGES[page].read_text(encoding="utf-8"), "stale; `make docs` writes it anew"
 
 
-def test_the_picture_is_as_the_result_has_it() -> None:
+def test_the_picture_is_as_the_result_has_it():
     drawn, picture = GENERATE["pictured"](), GENERATE["PICTURE"]
     assert drawn == picture.read_text(encoding="utf-8"), "stale; `make docs` draws it anew"
     assert ("<circle" in drawn) == ("![First token](docs/saves.svg)" in README)
 
 
-def test_each_part_that_the_code_makes_stands_on_one_page() -> None:
+def test_each_part_that_the_code_makes_stands_on_one_page():
     parts = [part[2] for path in PAGES.values() for part in GENERATE["PART"].finditer(path.read_text(encoding="utf-8"))]
     assert sorted(parts) == sorted(GENERATE["PARTS"])
 
 
-def test_a_new_setting_makes_the_page_stale(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_setting_makes_the_page_stale(monkeypatch):
     fields: dict[str, Any] = dict(Settings.model_fields)
     removed = fields.pop("admin")
     monkeypatch.setattr(Settings, "__pydantic_fields__", fields)
@@ -41,7 +41,7 @@ def test_a_new_setting_makes_the_page_stale(monkeypatch: pytest.MonkeyPatch) -> 
     assert made("reference.md") == (DOCS / "reference.md").read_text(encoding="utf-8")
 
 
-def test_every_setting_has_a_docstring() -> None:
+def test_every_setting_has_a_docstring():
     assert set(GENERATE["docstrings"](Settings)) == set(Settings.model_fields)
 
 
@@ -49,22 +49,22 @@ ROOT = DOCS.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_what_is_to_be_read_is_short() -> None:
+def test_what_is_to_be_read_is_short():
     pages = {path.name: len(path.read_text(encoding="utf-8").split()) for path in DOCS.glob("*.md")}
     assert len(README.split()) <= 700 and len(README.splitlines()) <= 110
     assert len(pages) <= 11 and sum(pages.values()) + len(README.split()) <= 12_000, pages
 
 
-def test_the_readme_says_how_long_the_package_is() -> None:
+def test_the_readme_says_how_long_the_package_is():
     said = int(re.findall(r"some ([0-9,]+) lines of Python", README)[0].replace(",", ""))
     lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in ROOT.glob("lmcache_cartridge/**/*.py"))
     assert abs(lines - said) <= said / 10
 
 
-def test_each_page_is_reached_from_the_readme() -> None:
+def test_each_page_is_reached_from_the_readme():
     assert [path.name for path in DOCS.glob("*.md") if f"(docs/{path.name})" not in README] == []
 
 
-def test_the_words_that_are_ours_are_few() -> None:
+def test_the_words_that_are_ours_are_few():
     words = (DOCS / "concepts.md").read_text(encoding="utf-8").partition("## Words")[2].partition("\n## ")[0]
     assert 10 <= len(re.findall(r"^- \*\*", words, re.M)) <= 15

@@ -54,13 +54,13 @@ def typed(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_no_figure_of_a_measurement_was_typed_by_hand(page: Path) -> None:
+def test_no_figure_of_a_measurement_was_typed_by_hand(page):
     assert typed(page.read_text(encoding="utf-8")) == [], (
         "a benchmark's result file and `make docs`, or in ALLOWED with a reason"
     )
 
 
-def test_what_is_allowed_is_still_there() -> None:
+def test_what_is_allowed_is_still_there():
     text = " ".join(" ".join(page.read_text(encoding="utf-8") for page in PAGES).split())
     assert [phrase for phrase in ALLOWED if phrase not in text] == []
 
@@ -69,7 +69,7 @@ def test_what_is_allowed_is_still_there() -> None:
     "takes 0.52 s here", "0.94 to 1.04 of it", "answers 99.8% of them", "1.7 ms and", "| a | 0.5 | 20.8 |", "42 tokens/s", "2 to 3 GB/s",
     "1.28 times as long", "12 seconds", "| **93.2** | 4 |", "within 6e-6 nats", "88% in 12 s instead of 66 s",
 ])  # fmt: skip
-def test_a_figure_typed_by_hand_is_seen(hand: str) -> None:
+def test_a_figure_typed_by_hand_is_seen(hand):
     assert typed(f"words {hand} words")
     assert typed(f"words <!-- made by docs/generate.py: saves -->\n{hand}\n<!-- end --> words") == []
 
@@ -107,11 +107,11 @@ class Results:
 
 
 @pytest.fixture
-def results(tmp_path: Path) -> Results:
+def results(tmp_path):
     return Results(tmp_path)
 
 
-def test_a_figure_of_other_code_is_left_out_and_the_command_stands_there(results: Results) -> None:
+def test_a_figure_of_other_code_is_left_out_and_the_command_stands_there(results):
     before = results.said()
     assert "| 1 | 3,000 | 500 | 700 |" in before and "To be measured again" not in before
     (results.code / "memory.py").write_text('"""Why."""\nx = 1  # because\n')
@@ -120,7 +120,7 @@ def test_a_figure_of_other_code_is_left_out_and_the_command_stands_there(results
     assert results.said() == "To be measured again: `python benchmarks/ttft.py`."
 
 
-def test_what_is_slower_than_its_peer_says_so_at_each_number_of_requests(results: Results) -> None:
+def test_what_is_slower_than_its_peer_says_so_at_each_number_of_requests(results):
     assert results.said().splitlines() == [
         "First token, ms, p = 1,024:", "",
         "| c | dense | prefix | warm | warm / dense | warm / prefix |", "| --- | --- | --- | --- | --- | --- |",
@@ -128,14 +128,14 @@ def test_what_is_slower_than_its_peer_says_so_at_each_number_of_requests(results
     ]  # fmt: skip
 
 
-def test_of_many_cases_the_ends_of_their_ratios_stand_there(results: Results) -> None:
+def test_of_many_cases_the_ends_of_their_ratios_stand_there(results):
     hits = [(f"load {n}", policy, share) for n in range(7) for policy, share in (("ours", 60 + n), ("LRU", 60))]
     some = [report.Figure.share(share, 100, "hits", load=load, policy=policy) for load, policy, share in hits]
     results.write(benchmark="replacement", figures=some)
     assert "- ours / LRU: 1 to 1.1" in results.said("replacement")
 
 
-def test_a_table_says_how_many_samples_and_what_they_are_of(results: Results) -> None:
+def test_a_table_says_how_many_samples_and_what_they_are_of(results):
     some = [
         report.Figure.of([1.0, 2.0, 3.0], "time", "s", way="a", c=1),
         report.Figure.of([1.0], "time", "s", way="b", c=1),
@@ -151,14 +151,14 @@ def test_a_table_says_how_many_samples_and_what_they_are_of(results: Results) ->
     assert said.startswith("- ttft: ") and results.record["commit"][:9] in said
 
 
-def test_of_contenders_whose_figures_are_not_shown_the_ends_stand_there(results: Results) -> None:
+def test_of_contenders_whose_figures_are_not_shown_the_ends_stand_there(results):
     some = [report.Figure.of([s], "first token", "s", way="localcpu", p=1024, c=c) for c, s in ((1, 0.35), (16, 0.7))]
     results.write(figures=results.record["figures"] + some)
     ends = "First token:\n\n- warm / localcpu: 1 to 2, **slower**"
     assert results.said().endswith(f"|\n\n{ends}") and results.said(tables=False) == ends
 
 
-def test_of_the_qualities_the_best_press_of_a_length_stands_there(results: Results) -> None:
+def test_of_the_qualities_the_best_press_of_a_length_stands_there(results):
     ways = {"compact 4x": 99, "APress 4x": 30, "BPress 4x": 40, "APress 8x": 20, "train 4x, not refined": 98}
     some = [report.Figure.share(n, 100, "exact answers", model="model", way=way) for way, n in ways.items()]
     some += [report.Figure.of([9.0], "making", "s", model=m, way="compact 4x") for m in ("model", "other")]
@@ -168,7 +168,7 @@ def test_of_the_qualities_the_best_press_of_a_length_stands_there(results: Resul
     assert "making, ms, model |" in said and "other" not in said
 
 
-def test_what_was_measured_on_the_same_is_said_once(results: Results) -> None:
+def test_what_was_measured_on_the_same_is_said_once(results):
     results.write("other.json", note="beside other work")
     one, other = figures.about(results.read().of("ttft")).splitlines()
     assert " cores of " in one and "on the same" not in one
@@ -176,7 +176,7 @@ def test_what_was_measured_on_the_same_is_said_once(results: Results) -> None:
     assert [("; beside other work;" in line) for line in (one, other)].count(True) == 1
 
 
-def test_what_all_cases_have_in_common_stands_before_the_table() -> None:
+def test_what_all_cases_have_in_common_stands_before_the_table():
     some = [report.Figure.of([s], "request", "s", asked=name, servers=8) for name, s in (("score", 1.0), ("pick", 2.0))]
     assert figures.measured(some).splitlines() == [
         "servers = 8:",
@@ -188,12 +188,12 @@ def test_what_all_cases_have_in_common_stands_before_the_table() -> None:
     ]
 
 
-def test_a_result_of_the_smallest_form_is_in_no_page(results: Results) -> None:
+def test_a_result_of_the_smallest_form_is_in_no_page(results):
     results.write(form="smoke")
     assert results.read().of("ttft") == []
 
 
-def test_of_model_families_the_sound_are_named_and_of_others_it_is_said_why(results: Results) -> None:
+def test_of_model_families_the_sound_are_named_and_of_others_it_is_said_why(results):
     rows = [
         ("llama", "in-process", "yes", ""),
         ("llama", "multiprocess", "yes", ""),
@@ -214,7 +214,7 @@ def test_of_model_families_the_sound_are_named_and_of_others_it_is_said_why(resu
     assert re.search(r"\n- gpt: in-process, multiprocess: no chains: (long ){10,14}\.\.\.$", said)
 
 
-def test_a_picture_has_a_dot_for_each_figure_where_its_value_is(results: Results) -> None:
+def test_a_picture_has_a_dot_for_each_figure_where_its_value_is(results):
     svg = ET.fromstring(picture.drawn(results.read().of("ttft")[0], "first token", "way", ("dense", "prefix", "warm")))
     words = [text.text for text in svg.findall("{*}text")]
     assert {"p = 1,024, c = 1", "p = 1,024, c = 16", "100 ms", "1,000 ms", "10,000 ms"} <= set(words)
@@ -229,6 +229,6 @@ def test_a_picture_has_a_dot_for_each_figure_where_its_value_is(results: Results
     assert [at[colour] for colour in picture.COLOURS] == pytest.approx([0.477, -0.301, -0.155], abs=0.001)
 
 
-def test_a_picture_of_nothing_has_no_dot() -> None:
+def test_a_picture_of_nothing_has_no_dot():
     drawn = picture.drawn(None, "first token", "way", ("dense", "prefix", "warm"))
     assert "<circle" not in drawn and "To be measured again" in drawn

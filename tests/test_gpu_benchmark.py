@@ -7,13 +7,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def found(tmp_path_factory):
     """What a run in a process of its own found, and each with something wrong."""
     script, out = Path(__file__).parent / "gpu_offline.py", tmp_path_factory.mktemp("gpu")
     ran = subprocess.run(
@@ -25,7 +24,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return json.loads(lines[0].removeprefix("FOUND ")) | {"out": str(out), "printed": ran.stdout}
 
 
-def test_every_section_runs_on_a_bare_machine_and_finds_nothing_wrong(found: dict[str, Any]) -> None:
+def test_every_section_runs_on_a_bare_machine_and_finds_nothing_wrong(found):
     sound = found["sound"]
     assert sound["status"] == 0 and not {"WRONG", "FAILED"} & set(sound["said"].split())
     units = {what: figure["unit"] for what, figure in sound["figures"].items()}
@@ -42,12 +41,12 @@ def test_every_section_runs_on_a_bare_machine_and_finds_nothing_wrong(found: dic
         ("prefill", "WRONG float32 from the CPU's float32"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_said_and_ends_with_status_1(found: dict[str, Any], wrong: str, told: str) -> None:
+def test_what_is_wrong_is_said_and_ends_with_status_1(found, wrong, told):
     """A byte of each chunk flipped on its way to the device or into the blocks, a scale doubled, other KV."""
     assert found[wrong]["status"] == 1 and told in found[wrong]["said"], found[wrong]
 
 
-def test_a_section_that_fails_takes_no_other_along(found: dict[str, Any]) -> None:
+def test_a_section_that_fails_takes_no_other_along(found):
     crash = found["crash"]
     assert (crash["status"], crash["said"]) == (1, "FAILED slab: RuntimeError: no such kernel\n")
     assert "decoded numbers" in crash["figures"]

@@ -47,14 +47,14 @@ settings.cpu_byte
 """
 
 
-def test_the_names_are_these() -> None:
+def test_the_names_are_these():
     assert set(lmcache_cartridge.__all__) == NAMES
     assert set(dir(lmcache_cartridge)) >= NAMES
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # vLLM's own
 @pytest.mark.parametrize("name", sorted(NAMES - {"__version__"}))
-def test_a_name_is_there_and_says_what_it_does(name: str) -> None:
+def test_a_name_is_there_and_says_what_it_does(name):
     found = getattr(lmcache_cartridge, name)
     assert found is getattr(lmcache_cartridge, name)
     assert len(inspect.getdoc(found) or "") > 20
@@ -64,12 +64,12 @@ def test_a_name_is_there_and_says_what_it_does(name: str) -> None:
         assert all(p.annotation is not inspect.Parameter.empty for p in hints.parameters.values())
 
 
-def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
+def test_a_name_that_is_not_there_is_an_attribute_error():
     with pytest.raises(AttributeError, match="has no attribute 'bild'"):
         lmcache_cartridge.bild  # noqa: B018
 
 
-def test_a_program_of_ten_lines_is_type_checked(tmp_path: Path) -> None:
+def test_a_program_of_ten_lines_is_type_checked(tmp_path):
     """With the libraries below left out, whose types take minutes: what is ours has to have types of its own."""
     skipped = "".join(
         f"[mypy-{name}.*]\nfollow_imports = skip\n"

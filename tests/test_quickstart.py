@@ -47,7 +47,7 @@ def _script() -> str:
 
 
 @pytest.fixture(scope="module")
-def typed(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def typed(tmp_path_factory):
     """Type everything, with the package as its wheel has it; return what came of each block."""
     directory, port = tmp_path_factory.mktemp("person"), free_port()
     installed, there = tmp_path_factory.mktemp("installed"), tmp_path_factory.mktemp("wheel")
@@ -81,13 +81,13 @@ def _run(script: str, directory: Path, environment: dict[str, str]) -> tuple[int
     return shell.returncode, said
 
 
-def test_there_are_blocks_to_type_and_what_comes_of_most_is_shown() -> None:
+def test_there_are_blocks_to_type_and_what_comes_of_most_is_shown():
     assert len(STEPS) >= 11 and sum(bool(step.shown) for step in STEPS) >= 8
     assert len(re.findall("^```", PAGE.read_text(), re.M)) == 2 * sum(1 + bool(step.shown) for step in STEPS)
 
 
 @pytest.mark.parametrize("number", [number for number, step in enumerate(STEPS) if step.shown])
-def test_what_comes_of_a_block_is_what_the_page_shows(typed: list[str], number: int) -> None:
+def test_what_comes_of_a_block_is_what_the_page_shows(typed, number):
     """Every line that is shown comes, in order; `...` stands for anything."""
     lines = iter(typed[number].splitlines())
     for shown in STEPS[number].shown.splitlines():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import report
@@ -23,7 +22,7 @@ def _run(tmp_path: Path, *words: str, measures: tuple[str, ...] = ("memory",)) -
     return report.read(path), path.name
 
 
-def test_a_result_says_what_it_is_of_and_is_read_back_as_it_was(tmp_path: Path) -> None:
+def test_a_result_says_what_it_is_of_and_is_read_back_as_it_was(tmp_path):
     result, name = _run(tmp_path, "--p", "4", "--note", "beside nothing", "--name", "none-4")
     assert name == "none-4.json" and result.benchmark == "none" and result.what == "What none measures."
     assert result.command == "python benchmarks/none.py --p 4 --name none-4" and result.note == "beside nothing"
@@ -36,14 +35,14 @@ def test_a_result_says_what_it_is_of_and_is_read_back_as_it_was(tmp_path: Path) 
     assert exact.value == 0.9 and exact.n == 10 and exact.low < 0.6 < 0.98 < exact.high, "the interval of 9 in 10"
 
 
-def test_the_smallest_form_leaves_the_projects_results_alone() -> None:
+def test_the_smallest_form_leaves_the_projects_results_alone():
     bench = report.Benchmark("benchmarks/none.py", "None.", ("memory",))
     assert bench.start(["--smoke"]).out != report.RESULTS
     assert report.Benchmark("benchmarks/none.py", "None.", ("memory",)).start([]).out == report.RESULTS
 
 
 @pytest.fixture(scope="module")
-def record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def record(tmp_path_factory):
     directory = tmp_path_factory.mktemp("results")
     return json.loads((directory / _run(directory)[1]).read_text())
 
@@ -51,9 +50,7 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize("change", [
     {"machine": None}, {"versions": {}}, {"command": ""}, {"commit": ""}, {"digest": ""}, {"measures": []}, {"figures": []}, {"surprise": 1},
 ])  # fmt: skip
-def test_a_result_that_does_not_say_what_it_is_of_is_refused(
-    tmp_path: Path, record: dict[str, Any], change: dict[str, Any]
-) -> None:
+def test_a_result_that_does_not_say_what_it_is_of_is_refused(tmp_path, record, change):
     path = tmp_path / "none.json"
     path.write_text(json.dumps(record))
     report.read(path)
@@ -62,12 +59,12 @@ def test_a_result_that_does_not_say_what_it_is_of_is_refused(
         report.read(path)
 
 
-def test_a_measure_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_measure_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="no_such_room"):
         report.digest(["memory", "no_such_room"])
 
 
-def test_a_digest_changes_with_code_and_with_nothing_else(tmp_path: Path) -> None:
+def test_a_digest_changes_with_code_and_with_nothing_else(tmp_path):
     room = tmp_path / "room"
     room.mkdir()
     file = room / "one.py"
@@ -85,6 +82,6 @@ def test_a_digest_changes_with_code_and_with_nothing_else(tmp_path: Path) -> Non
     assert of("def f(x):\n    return 'a b', x\n") != plain, "a new file"
 
 
-def test_every_result_here_is_one() -> None:
+def test_every_result_here_is_one():
     for path in report.RESULTS.glob("*.json"):
         assert report.read(path).benchmark

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,7 +26,7 @@ PREFIX = "storage_plugin.cartridge."
         (" 2gib ", 2 << 30), ("1TiB", 1 << 40), (77, 77),
     ],
 )  # fmt: skip
-def test_a_size_is_bytes_or_a_number_with_a_binary_unit(text: Any, count: int) -> None:
+def test_a_size_is_bytes_or_a_number_with_a_binary_unit(text, count):
     assert parse_bytes(text) == count
     assert from_mapping({"cpu_bytes": text}).cpu_bytes == count
 
@@ -38,7 +37,7 @@ def test_a_size_is_bytes_or_a_number_with_a_binary_unit(text: Any, count: int) -
      "9" * 400],
     ids=lambda value: repr(value)[:16],
 )  # fmt: skip
-def test_a_size_that_is_none_is_refused_by_its_full_key(value: Any) -> None:
+def test_a_size_that_is_none_is_refused_by_its_full_key(value):
     with pytest.raises(SettingsError, match=r"^storage_plugin\.cartridge\.cpu_bytes: "):
         from_mapping({"cpu_bytes": value}, PREFIX)
 
@@ -51,12 +50,12 @@ def test_a_size_that_is_none_is_refused_by_its_full_key(value: Any) -> None:
         ("load_threads", 257), ("load_threads", 1.5), ("disk_bytes", "-1"), ("home", 7),
     ],
 )  # fmt: skip
-def test_a_value_out_of_range_is_refused_by_its_full_key(key: str, value: Any) -> None:
+def test_a_value_out_of_range_is_refused_by_its_full_key(key, value):
     with pytest.raises(SettingsError, match=rf"^storage_plugin\.cartridge\.{key}: "):
         from_mapping({key: value}, PREFIX)
 
 
-def test_an_unknown_setting_is_refused_by_its_full_key_with_those_there_are() -> None:
+def test_an_unknown_setting_is_refused_by_its_full_key_with_those_there_are():
     with pytest.raises(SettingsError) as caught:
         from_mapping({"gpu_bytes": 1, "cpu_bytes": "1MiB"}, PREFIX)
     message = str(caught.value)
@@ -64,23 +63,23 @@ def test_an_unknown_setting_is_refused_by_its_full_key_with_those_there_are() ->
     assert message.endswith(", ".join(Settings.model_fields))
 
 
-def test_a_wrong_value_is_told_in_a_line() -> None:
+def test_a_wrong_value_is_told_in_a_line():
     with pytest.raises(SettingsError) as caught:
         from_mapping({"library": "here"})
     assert str(caught.value) == "library: write s3://BUCKET/PREFIX or an absolute directory"
 
 
-def test_every_problem_is_told_at_once() -> None:
+def test_every_problem_is_told_at_once():
     with pytest.raises(SettingsError, match=r"a\.cpu_bytes: .*; a\.lease_s: .*; a\.more: no such setting"):
         from_mapping({"cpu_bytes": "x", "lease_s": 0, "more": 1}, "a.")
 
 
-def test_settings_cannot_be_changed_after_they_were_read() -> None:
+def test_settings_cannot_be_changed_after_they_were_read():
     with pytest.raises(ValueError, match="frozen"):
         from_mapping({}).cpu_bytes = 1
 
 
-def test_directories_lie_under_home_unless_said_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_directories_lie_under_home_unless_said_otherwise(tmp_path, monkeypatch):
     monkeypatch.delenv("LMCACHE_CARTRIDGE_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     settings = from_mapping({"home": str(tmp_path)})
@@ -93,7 +92,7 @@ def test_directories_lie_under_home_unless_said_otherwise(tmp_path: Path, monkey
     assert from_mapping({"home": tmp_path, "disk_dir": "/ssd"}).cache_dir == Path("/ssd")
 
 
-def test_home_is_what_the_environment_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_home_is_what_the_environment_says(monkeypatch, tmp_path):
     monkeypatch.delenv("XDG_DATA_HOME", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv(HOME_VARIABLE, "~/mine")
@@ -105,15 +104,13 @@ def test_home_is_what_the_environment_says(monkeypatch: pytest.MonkeyPatch, tmp_
     assert default_home() == Path("/data/lmcache-cartridge")
 
 
-def test_a_relative_home_in_the_environment_is_made_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_relative_home_in_the_environment_is_made_absolute(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(HOME_VARIABLE, "here")
     assert default_home() == tmp_path / "here"
 
 
-def test_the_secret_of_a_fleet_comes_from_a_file_or_the_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_secret_of_a_fleet_comes_from_a_file_or_the_environment(tmp_path, monkeypatch):
     file = tmp_path / "secret"
     file.write_text("f" * 64 + "\n")
     monkeypatch.delenv(SECRET_VARIABLE, raising=False)
@@ -123,7 +120,7 @@ def test_the_secret_of_a_fleet_comes_from_a_file_or_the_environment(
     assert from_mapping({"salt_secret_file": str(file)}).salt_secret() == b"f" * 64, "the file goes first"
 
 
-def test_a_secret_that_is_none_is_refused_without_telling_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_secret_that_is_none_is_refused_without_telling_it(tmp_path, monkeypatch):
     monkeypatch.setenv(SECRET_VARIABLE, "short-and-private")
     with pytest.raises(SettingsError, match=f"{SECRET_VARIABLE} has 17 bytes") as caught:
         from_mapping({}).salt_secret()

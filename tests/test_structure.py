@@ -138,7 +138,7 @@ def modules_of(found: Import) -> str | None:
     return None
 
 
-def test_the_readers_of_this_test_miss_nothing() -> None:
+def test_the_readers_of_this_test_miss_nothing():
     source = """
 from __future__ import annotations
 import a.b
@@ -171,13 +171,13 @@ H()._mine(), x._own
     assert private_reach(source) == ["6: _hidden", "16: _theirs"]
 
 
-def test_the_root_has_three_files_and_the_rooms() -> None:
+def test_the_root_has_three_files_and_the_rooms():
     assert sorted(path.name for path in ROOT.glob("*.py")) == ["__init__.py", "errors.py", "settings.py"]
     rooms = {path.name for path in ROOT.iterdir() if (path / "__init__.py").exists()}
     assert rooms <= set(ROOMS) and rooms >= set(ROOMS) - {"errors", "settings"}
 
 
-def test_every_import_points_up() -> None:
+def test_every_import_points_up():
     wrong = [
         (module, i.name)
         for module, found in IMPORTS.items()
@@ -189,7 +189,7 @@ def test_every_import_points_up() -> None:
     assert wrong == [], "imports from rooms below its own"
 
 
-def test_no_module_imports_itself_by_way_of_others() -> None:
+def test_no_module_imports_itself_by_way_of_others():
     needs = {
         module: {there for i in found if (there := modules_of(i)) is not None} - {module, PACKAGE}
         for module, found in IMPORTS.items()
@@ -201,18 +201,18 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
             del needs[module]
 
 
-def test_no_file_uses_private_members_of_another() -> None:
+def test_no_file_uses_private_members_of_another():
     hosts = {f"{PACKAGE}.engine.{name}" for name in ("host", "host_api", "host_inprocess")}
     """The place for what vLLM and LMCache do not promise."""
     reach = {module: private_reach(source) for module, source in SOURCES.items() if module not in hosts}
     assert {module: names for module, names in reach.items() if names} == {}
 
 
-def test_no_file_is_too_long() -> None:
+def test_no_file_is_too_long():
     assert [module for module, source in SOURCES.items() if len(source.splitlines()) > MAX_LINES] == []
 
 
-def test_most_files_are_short() -> None:
+def test_most_files_are_short():
     sizes = [len(source.splitlines()) for module, source in SOURCES.items() if FILES[module].name != "__init__.py"]
     assert statistics.median(sizes) <= MEDIAN_LINES
 
@@ -231,11 +231,11 @@ def code_tokens(source: str) -> int:
     return count - sum(ast.get_docstring(node) is not None for node in nodes)
 
 
-def test_comments_and_docstrings_count_nothing() -> None:
+def test_comments_and_docstrings_count_nothing():
     assert code_tokens('"""Two\nlines."""\n\nx = 1  # why\n') == code_tokens("x = 1\n") == 3
 
 
-def test_no_room_is_larger_than_its_ceiling() -> None:
+def test_no_room_is_larger_than_its_ceiling():
     """`ceilings.json` has the tokens of each room; it is lowered as a room shrinks, and never raised."""
     sizes: Counter[str] = Counter()
     for path in ROOT.rglob("*.py"):
@@ -246,7 +246,7 @@ def test_no_room_is_larger_than_its_ceiling() -> None:
     assert set(sizes) <= set(ceilings)
 
 
-def test_the_rooms_above_the_engine_know_no_engine_and_no_cloud() -> None:
+def test_the_rooms_above_the_engine_know_no_engine_and_no_cloud():
     for module in [m for m in FILES if (r := room(m)) and ROOMS.index(r) < ROOMS.index("engine")]:
         allowed = (
             {"boto3", "botocore"} if module in (f"{PACKAGE}.sources.s3", f"{PACKAGE}.sources.s3_client") else set()
@@ -275,7 +275,7 @@ _HEAVY = {"torch", "vllm", "lmcache", "transformers", "boto3"}
 _RUN_CLI = "from lmcache_cartridge.cli.main import main\nsys.exit(main(sys.argv[1:]))"
 
 
-def test_decoders_are_made_when_their_module_is_imported() -> None:
+def test_decoders_are_made_when_their_module_is_imported():
     """msgspec 0.22 learns a type when it is first decoded; threads that decode it at once end the process with SIGSEGV."""
     late = [module for module, source in SOURCES.items() if list(late_decoders(ast.parse(source)))]
     assert late in ([], [f"{PACKAGE}.artifact.model"])
@@ -298,7 +298,7 @@ def late_decoders(tree: ast.AST) -> Iterator[str]:
             )
 
 
-def test_late_decoders_are_noticed() -> None:
+def test_late_decoders_are_noticed():
     late = (
         "def f(x): return msgspec.json.decode(x, type=T), msgspec.msgpack.Decoder(T).decode(x), msgspec.convert(x, T)"
     )
@@ -310,18 +310,18 @@ def test_late_decoders_are_noticed() -> None:
     assert not list(late_decoders(ast.parse("d = msgspec.json.Decoder(T)\ndef f(x): return msgspec.json.decode(x)")))
 
 
-def test_importing_the_package_loads_nothing_heavy() -> None:
+def test_importing_the_package_loads_nothing_heavy():
     [loaded] = _loaded_by("import lmcache_cartridge")
     assert PACKAGE in loaded
     assert loaded & _HEAVY == set()
 
 
-def test_help_loads_nothing_heavy() -> None:
+def test_help_loads_nothing_heavy():
     [loaded] = _loaded_by(_RUN_CLI, "--help")
     assert loaded & (_HEAVY | {"numpy", "msgspec", "pydantic"}) == set()
 
 
-def test_listing_loads_nothing_heavy(tmp_path: Path) -> None:
+def test_listing_loads_nothing_heavy(tmp_path):
     [loaded] = _loaded_by(_RUN_CLI, "list", "--home", str(tmp_path / "home"))
     assert "sqlite3" in loaded
     assert loaded & _HEAVY == set()
@@ -333,7 +333,7 @@ def _lines_of(loaded: set[str]) -> int:
     return sum(len(path.read_text().splitlines()) for path in ours)
 
 
-def test_what_each_connector_loads() -> None:
+def test_what_each_connector_loads():
     """vLLM imports a connector's module in every process, in some before LMCache may be imported. In multiprocess mode the store
     is in LMCache's server: of the library there is the type of a hash alone.
     """

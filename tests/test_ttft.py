@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ def _sample(way: str, **changes: Any) -> ttft.Sample:
 
 
 @pytest.mark.parametrize("way", ttft.WAYS)
-def test_a_sample_of_its_way_counts(way: str) -> None:
+def test_a_sample_of_its_way_counts(way):
     ttft.check(_sample(way))
 
 
@@ -41,7 +40,7 @@ LIES = [
 
 
 @pytest.mark.parametrize(("way", "lie"), LIES)
-def test_a_way_that_lies_ends_the_run(way: str, lie: dict[str, Any]) -> None:
+def test_a_way_that_lies_ends_the_run(way, lie):
     with pytest.raises(ttft.NotThisWay, match=f"^{way}, p 1024, c 2: "):
         ttft.check(_sample(way, **lie))
 
@@ -55,9 +54,7 @@ class Lying:
 
 
 @pytest.mark.parametrize("way", ["localcpu", "warm", "prefix"])
-def test_nothing_is_published_of_a_server_that_computes_everything(
-    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_published_of_a_server_that_computes_everything(way, tmp_path, monkeypatch):
     monkeypatch.setattr(ttft, "SETTLE_S", 0.0)
     plan = ttft.Plan([256], [1], ["dense", way], 1, False)
     with pytest.raises(ttft.NotThisWay, match=f"{way}.*0.*not"):
@@ -65,7 +62,7 @@ def test_nothing_is_published_of_a_server_that_computes_everything(
     assert len(ttft.measure({False: Lying()}, plan._replace(ways=["dense"]))) == 1  # type: ignore[dict-item]
 
 
-def test_a_figure_says_what_was_cached() -> None:
+def test_a_figure_says_what_was_cached():
     made = ttft.figures([_sample("warm"), _sample("dense")])
     found = {(figure.case["way"], figure.what): figure for figure in made}
     assert found["warm", "cached"].value == 1024 and found["dense", "cached"].value == 0

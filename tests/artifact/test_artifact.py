@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from making import VOCABULARY, Made, flip_bit, make_artifact, make_ids
+from making import VOCABULARY, flip_bit, make_artifact, make_ids
 from safetensors import safe_open
 
 from lmcache_cartridge.artifact.check import is_finite
@@ -21,15 +21,13 @@ from lmcache_cartridge.memory.layout import DTYPES
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> Made:
+def made(tmp_path):
     return make_artifact(tmp_path / "doc", positions=40, chunk_tokens=16)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize(("positions", "chunk_tokens"), [(40, 16), (48, 16), (7, 256), (1, 1)])
-def test_the_payload_is_a_safetensors_file_of_exactly_the_kv_written(
-    tmp_path: Path, positions: int, chunk_tokens: int, dtype: str
-) -> None:
+def test_the_payload_is_a_safetensors_file_of_exactly_the_kv_written(tmp_path, positions, chunk_tokens, dtype):
     manifest, kv = make_artifact(
         tmp_path / "doc", positions=positions, chunk_tokens=chunk_tokens, dtype=dtype, kv_heads=3, head_size=10
     )
@@ -44,7 +42,7 @@ def test_the_payload_is_a_safetensors_file_of_exactly_the_kv_written(
 
 
 @pytest.mark.parametrize("positions", [INLINE_TOKENS, INLINE_TOKENS + 1])
-def test_token_ids_are_read_back_from_the_manifest_or_a_file(tmp_path: Path, positions: int) -> None:
+def test_token_ids_are_read_back_from_the_manifest_or_a_file(tmp_path, positions):
     manifest, _ = make_artifact(tmp_path / "doc", positions=positions, seed=3)
     assert (tmp_path / "doc" / TOKENS).exists() == (positions > INLINE_TOKENS)
     if positions > INLINE_TOKENS:
@@ -54,7 +52,7 @@ def test_token_ids_are_read_back_from_the_manifest_or_a_file(tmp_path: Path, pos
     assert ids.tolist() == make_ids(positions, 3)
 
 
-def test_swapped_token_ids_are_found(tmp_path: Path) -> None:
+def test_swapped_token_ids_are_found(tmp_path):
     manifest, _ = make_artifact(tmp_path / "doc", positions=100, seed=3)
     np.save(tmp_path / "doc" / TOKENS, np.asarray(make_ids(100, 4), dtype="<u4"))
     with pytest.raises(ArtifactError, match="cartridge doc@1: token ids do not have the digest"):
@@ -87,9 +85,7 @@ _DAMAGE: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("damage", _DAMAGE)
-def test_a_token_file_that_is_not_the_one_written_is_refused_and_nothing_in_it_runs(
-    tmp_path: Path, damage: str
-) -> None:
+def test_a_token_file_that_is_not_the_one_written_is_refused_and_nothing_in_it_runs(tmp_path, damage):
     manifest, _ = make_artifact(tmp_path / "doc", positions=100, seed=3)
     _DAMAGE[damage](tmp_path / "doc" / TOKENS)
     with pytest.raises(ArtifactError, match="cartridge doc@1"):
@@ -97,7 +93,7 @@ def test_a_token_file_that_is_not_the_one_written_is_refused_and_nothing_in_it_r
     assert not (tmp_path / "doc" / "exploded").exists()
 
 
-def test_the_bomb_of_the_test_above_explodes_when_something_unpickles_it(tmp_path: Path) -> None:
+def test_the_bomb_of_the_test_above_explodes_when_something_unpickles_it(tmp_path):
     make_artifact(tmp_path / "doc", positions=100, seed=3)
     _DAMAGE["objects"](tmp_path / "doc" / TOKENS)
     np.load(tmp_path / "doc" / TOKENS, allow_pickle=True)
@@ -105,7 +101,7 @@ def test_the_bomb_of_the_test_above_explodes_when_something_unpickles_it(tmp_pat
 
 
 @pytest.mark.parametrize("positions", [40, 100])
-def test_a_token_id_outside_the_vocabulary_is_refused(tmp_path: Path, positions: int) -> None:
+def test_a_token_id_outside_the_vocabulary_is_refused(tmp_path, positions):
     ids = make_ids(positions, 0)
     ids[7] = VOCABULARY
     with pytest.raises((ArtifactError, ManifestError), match="outside the model's vocabulary"):
@@ -113,7 +109,7 @@ def test_a_token_id_outside_the_vocabulary_is_refused(tmp_path: Path, positions:
 
 
 @pytest.mark.parametrize("change", [-1, 1, -40_000, None])
-def test_a_payload_of_another_size_is_refused_with_both_sizes(made: Made, tmp_path: Path, change: int | None) -> None:
+def test_a_payload_of_another_size_is_refused_with_both_sizes(made, tmp_path, change):
     payload = tmp_path / "doc" / PAYLOAD
     size = payload.stat().st_size
     os.truncate(payload, size + change) if change else payload.unlink()
@@ -126,9 +122,7 @@ def test_a_payload_of_another_size_is_refused_with_both_sizes(made: Made, tmp_pa
 @pytest.mark.parametrize("chunk", [0, 1, 2])
 @pytest.mark.parametrize("head", [0, 1])
 @pytest.mark.parametrize("where", ["first", "last"])
-def test_verify_names_the_chunk_and_head_of_a_flipped_bit(
-    made: Made, tmp_path: Path, chunk: int, head: int, where: str
-) -> None:
+def test_verify_names_the_chunk_and_head_of_a_flipped_bit(made, tmp_path, chunk, head, where):
     start, end = chunk_range(made.manifest, chunk, range(head, head + 1))
     flip_bit(tmp_path / "doc" / PAYLOAD, start if where == "first" else end - 1)
     done = []
@@ -138,14 +132,14 @@ def test_verify_names_the_chunk_and_head_of_a_flipped_bit(
 
 
 @pytest.mark.parametrize("offset", [0, 8, 100, 4000])
-def test_verify_finds_a_changed_header(made: Made, tmp_path: Path, offset: int) -> None:
+def test_verify_finds_a_changed_header(made, tmp_path, offset):
     flip_bit(tmp_path / "doc" / PAYLOAD, offset)
     with pytest.raises(ArtifactError, match="header"):
         list(verify(tmp_path / "doc"))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_infinities_and_nans_of_either_sign_are_found_and_the_largest_numbers_are_not(dtype: str) -> None:
+def test_infinities_and_nans_of_either_sign_are_found_and_the_largest_numbers_are_not(dtype):
     limits = torch.finfo(DTYPES[dtype])
     for number in (0.0, limits.max, limits.tiny, float("inf"), float("nan")):
         for kv in (torch.full((9,), 0.5), torch.full((9,), -0.5)):

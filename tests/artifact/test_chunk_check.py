@@ -16,7 +16,7 @@ PARTS = [2, 4096, HEAD_BYTES - 2, HEAD_BYTES, HEAD_BYTES + 2, SIZE]
 
 
 @pytest.fixture(params=PARTS)
-def part_bytes(request: pytest.FixtureRequest) -> int:
+def part_bytes(request):
     return request.param
 
 
@@ -37,7 +37,7 @@ def _check(made: Made, data: bytearray, part_bytes: int, *, known_finite: bool =
 
 
 @pytest.mark.parametrize("at", [0, HEAD_BYTES - 1, HEAD_BYTES, SIZE - 1])
-def test_a_changed_byte_is_found_and_its_head_named(tmp_path: Path, part_bytes: int, at: int) -> None:
+def test_a_changed_byte_is_found_and_its_head_named(tmp_path, part_bytes, at):
     made, data = _make(tmp_path / "doc")
     data[at] ^= 1
     with pytest.raises(CorruptChunk, match=f"cartridge doc@1: chunk 1, KV head {1 + at // HEAD_BYTES} of here"):
@@ -45,7 +45,7 @@ def test_a_changed_byte_is_found_and_its_head_named(tmp_path: Path, part_bytes: 
 
 
 @pytest.mark.parametrize("at", [(0, 0, 16, 1, 0), (1, 2, 31, 2, 63)])
-def test_nan_is_found_in_the_first_and_in_the_last_number(tmp_path: Path, part_bytes: int, at: tuple[int, ...]) -> None:
+def test_nan_is_found_in_the_first_and_in_the_last_number(tmp_path, part_bytes, at):
     made, data = _make(tmp_path / "doc", nan_at=at)
     with pytest.raises(NonFiniteKV, match="cartridge doc@1: chunk 1 of here"):
         _check(made, data, part_bytes)
@@ -53,9 +53,7 @@ def test_nan_is_found_in_the_first_and_in_the_last_number(tmp_path: Path, part_b
     _check(*_make(tmp_path / "sound"), part_bytes)
 
 
-def test_bytes_that_are_not_the_cartridges_are_corrupt_whatever_numbers_they_make(
-    tmp_path: Path, part_bytes: int
-) -> None:
+def test_bytes_that_are_not_the_cartridges_are_corrupt_whatever_numbers_they_make(tmp_path, part_bytes):
     made, data = _make(tmp_path / "doc")
     data[100:102] = b"\xff\x7f"
     with pytest.raises(CorruptChunk):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from lmcache_cartridge.artifact import files
 
 
-def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path):
     def parts() -> object:
         yield b"half"
         assert path.read_bytes() == b"before", "nobody sees it half-made"
@@ -24,7 +22,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path)
 
 
 @pytest.mark.parametrize("taken", [False, True])
-def test_a_directory_appears_whole_or_not_at_all(tmp_path: Path, taken: bool) -> None:
+def test_a_directory_appears_whole_or_not_at_all(tmp_path, taken):
     path = tmp_path / "directory"
     if taken:
         (path / "below").mkdir(parents=True)

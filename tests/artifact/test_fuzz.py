@@ -36,12 +36,12 @@ _VALUES = [
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> Made:
+def made(tmp_path):
     return make_artifact(tmp_path / "doc", positions=40, chunk_tokens=16, layers=1, head_size=8)
 
 
 @pytest.fixture(params=["plain", "int8"])
-def either(request: pytest.FixtureRequest, tmp_path: Path) -> Made:
+def either(request, tmp_path):
     """The same with the KV that is served of it, plain and in int8."""
     made = make_artifact(tmp_path / "doc", positions=40, chunk_tokens=16, layers=1, head_size=8, encoding=request.param)
     if request.param == "int8":
@@ -164,9 +164,7 @@ def _read_cheaply(made: Made, root: Path, *, original: bool) -> str:
     [(_mutated_fields, False, 2500), (_mutated_fields, True, 2500), (_mutated_bytes, False, 2500)],
     ids=["fields", "forged fields", "bytes"],
 )
-def test_a_mutated_manifest_is_an_error_or_sound_and_costs_little(
-    either: Made, tmp_path: Path, mutate: Callable, signed: bool, count: int
-) -> None:
+def test_a_mutated_manifest_is_an_error_or_sound_and_costs_little(either, tmp_path, mutate, signed, count):
     made, root, chance, seen = either, tmp_path / "doc", random.Random(1), set()
     data = (root / MANIFEST).read_bytes()
     for _ in range(count):
@@ -177,7 +175,7 @@ def test_a_mutated_manifest_is_an_error_or_sound_and_costs_little(
     assert not signed or {"TruncatedPayload", "CorruptChunk", "ArtifactError"} & seen
 
 
-def test_a_mutated_header_is_an_error_of_its_own_and_costs_little(either: Made, tmp_path: Path) -> None:
+def test_a_mutated_header_is_an_error_of_its_own_and_costs_little(either, tmp_path):
     made, root, chance, seen = either, tmp_path / "doc", random.Random(2), set()
     data = (root / PAYLOAD).read_bytes()
     length = int.from_bytes(data[:8], "little")
@@ -199,9 +197,7 @@ def test_a_mutated_header_is_an_error_of_its_own_and_costs_little(either: Made, 
     assert seen == {ArtifactError, WrongDtype, WrongShape}
 
 
-def test_a_forged_manifest_of_a_huge_cartridge_is_refused_before_anything_is_allocated(
-    made: Made, tmp_path: Path
-) -> None:
+def test_a_forged_manifest_of_a_huge_cartridge_is_refused_before_anything_is_allocated(made, tmp_path):
     root = tmp_path / "doc"
     document = json.loads((root / MANIFEST).read_bytes())
     for field, value in (("layers", (1 << 24) - 1), ("head_size", (1 << 24) - 1)):
@@ -216,7 +212,7 @@ def test_a_forged_manifest_of_a_huge_cartridge_is_refused_before_anything_is_all
 
 
 @pytest.mark.parametrize("tokens", ["tokens", "document"])
-def test_a_forged_number_of_token_ids_is_refused_before_anything_is_allocated(tmp_path: Path, tokens: str) -> None:
+def test_a_forged_number_of_token_ids_is_refused_before_anything_is_allocated(tmp_path, tokens):
     root, count = tmp_path / "doc", MAX_TOKENS - 1
     made = make_artifact(root, positions=80, kind="trained", chunk_tokens=1 << 20, layers=1, head_size=8)
     forged = json.loads((root / MANIFEST).read_bytes())

@@ -17,7 +17,7 @@ ORDINARY = np.array([i for i in range(640) if i not in SPECIAL])
 
 @settings(max_examples=200, deadline=None)
 @given(digest=DIGESTS, positions=st.sampled_from([1, 2, 15, 16, 17, 64, 256, 1024, 16384]))
-def test_ids_are_as_many_as_asked_ordinary_and_the_same_again(digest: str, positions: int) -> None:
+def test_ids_are_as_many_as_asked_ordinary_and_the_same_again(digest, positions):
     ids = Identity(positions, ORDINARY).tokens(digest)
     assert ids.dtype == np.dtype("<u4")
     assert ids.shape == (positions,)
@@ -27,13 +27,13 @@ def test_ids_are_as_many_as_asked_ordinary_and_the_same_again(digest: str, posit
 
 @settings(max_examples=200, deadline=None)
 @given(digest=DIGESTS, positions=st.integers(1, 300))
-def test_the_first_sixteen_are_all_different(digest: str, positions: int) -> None:
+def test_the_first_sixteen_are_all_different(digest, positions):
     for pool in (ORDINARY, ORDINARY[: 2 * DISTINCT]):
         head = Identity(positions, pool).tokens(digest)[:DISTINCT]
         assert len(set(head.tolist())) == len(head) == min(positions, DISTINCT)
 
 
-def test_the_ids_of_release_one_never_change() -> None:
+def test_the_ids_of_release_one_never_change():
     """Artefacts carry their ids, but a digest covers them: other ids would be another cartridge."""
     assert Identity(20, np.arange(10, 640)).tokens("00" * 32).tolist() == [
         54, 330, 50, 318, 10, 59, 391, 615, 316, 194, 387, 119, 417, 618, 25, 207, 461, 203, 76, 185,
@@ -41,12 +41,12 @@ def test_the_ids_of_release_one_never_change() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 2 * DISTINCT - 1])
-def test_a_vocabulary_with_too_few_ordinary_ids_is_refused(count: int) -> None:
+def test_a_vocabulary_with_too_few_ordinary_ids_is_refused(count):
     with pytest.raises(UnsupportedModel, match=f"{count} ordinary token ids are too few"):
         Identity(4, np.arange(count)).tokens("00" * 32)
 
 
-def test_the_smallest_vocabulary_allowed_still_tells_cartridges_apart() -> None:
+def test_the_smallest_vocabulary_allowed_still_tells_cartridges_apart():
     pool = np.arange(100, 100 + 2 * DISTINCT)
     heads = {tuple(Identity(16, pool).tokens(f"{i:064x}").tolist()) for i in range(500)}
     assert len(heads) == 500

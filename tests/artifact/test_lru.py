@@ -5,7 +5,7 @@ from __future__ import annotations
 from lmcache_cartridge.artifact.lru import Lru
 
 
-def test_what_was_used_least_recently_is_dropped_first() -> None:
+def test_what_was_used_least_recently_is_dropped_first():
     cache: Lru[str, int] = Lru(2)
     cache.put("a", 1), cache.put("b", 2)
     assert (cache.get("a"), cache.get("none")) == (1, None)
@@ -16,7 +16,7 @@ def test_what_was_used_least_recently_is_dropped_first() -> None:
     assert list(cache) == ["c", "d"]
 
 
-def test_values_of_unlike_sizes_share_the_capacity_and_the_newest_always_stays() -> None:
+def test_values_of_unlike_sizes_share_the_capacity_and_the_newest_always_stays():
     cache: Lru[str, str] = Lru(5, len)
     cache.put("a", "12"), cache.put("b", "34"), cache.put("a", "1")
     assert list(cache) == ["b", "a"]

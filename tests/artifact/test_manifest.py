@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -26,7 +25,7 @@ from lmcache_cartridge.errors import ManifestError
 
 
 @pytest.fixture(scope="module")
-def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
+def manifest(tmp_path_factory):
     shape = make_fingerprint(rope=msgspec.structs.replace(make_rope(), pairing="half"))
     root = tmp_path_factory.mktemp("artefact") / "doc"
     return make_artifact(root, positions=40, chunk_tokens=16, fingerprint=shape).manifest
@@ -44,7 +43,7 @@ def _edited(manifest: Manifest, **changes: Any) -> bytes:
     return json.dumps(document).encode()
 
 
-def test_what_an_older_release_wrote_of_its_training_and_compaction_is_read(manifest: Manifest) -> None:
+def test_what_an_older_release_wrote_of_its_training_and_compaction_is_read(manifest):
     about = {
         "training": {
             "objective": "distill", "init": "sci", "seed": 0, "questions": 90, "held_out": 10, "steps": 400, "best_step": 375,
@@ -69,9 +68,7 @@ def _rotating(manifest: Manifest, *layers: tuple[int, ...] | None) -> Manifest:
 
 
 @pytest.mark.parametrize("layers", [((0, 2), (1,)), ((0,),), (None,), ()])
-def test_rotations_are_each_of_other_layers_or_one_of_layers_that_nobody_knows(
-    manifest: Manifest, layers: tuple
-) -> None:
+def test_rotations_are_each_of_other_layers_or_one_of_layers_that_nobody_knows(manifest, layers):
     made = _rotating(manifest, *layers)
     assert decode(made.encode(), "here") == made
     assert made.digest != manifest.digest
@@ -84,7 +81,7 @@ def test_rotations_are_each_of_other_layers_or_one_of_layers_that_nobody_knows(
         ((1, 0),), ((0, 0, 1),),
     ],
 )  # fmt: skip
-def test_layers_that_rotate_are_some_of_the_models_in_order(manifest: Manifest, layers: tuple) -> None:
+def test_layers_that_rotate_are_some_of_the_models_in_order(manifest, layers):
     with pytest.raises(ManifestError, match="layers"):
         decode(_rotating(manifest, *layers).encode(), "here")
 
@@ -92,7 +89,7 @@ def test_layers_that_rotate_are_some_of_the_models_in_order(manifest: Manifest, 
 @pytest.mark.parametrize(
     "where", ["", "fingerprint__", "fingerprint__rope__0__", "tokens__", "payload__", "provenance__"]
 )
-def test_an_unknown_field_is_refused_at_every_level(manifest: Manifest, where: str) -> None:
+def test_an_unknown_field_is_refused_at_every_level(manifest, where):
     with pytest.raises(ManifestError, match="surprise"):
         decode(_edited(manifest, **{f"{where}surprise": 1}), "here")
 
@@ -108,9 +105,7 @@ threads = [threading.Thread(target=lambda: (begin.wait(), decode(data, "here")))
 """
 
 
-def test_the_first_manifests_of_a_process_may_be_read_by_many_threads_at_once(
-    manifest: Manifest, tmp_path: Path
-) -> None:
+def test_the_first_manifests_of_a_process_may_be_read_by_many_threads_at_once(manifest, tmp_path):
     """Red within a few processes where msgspec learns what a manifest has while one is decoded: it crashes."""
     (tmp_path / "manifest.json").write_bytes(manifest.encode())
     for _ in range(12):
@@ -118,14 +113,14 @@ def test_the_first_manifests_of_a_process_may_be_read_by_many_threads_at_once(
 
 
 @pytest.mark.parametrize("version", ["1.0", "2.0", "30.0", "", "x"])
-def test_an_unknown_major_format_is_refused_with_the_one_this_release_reads(manifest: Manifest, version: str) -> None:
+def test_an_unknown_major_format_is_refused_with_the_one_this_release_reads(manifest, version):
     with pytest.raises(ManifestError, match=r"this release reads 3\.0: an older one is made anew"):
         decode(_edited(manifest, format=version), "here")
     with pytest.raises(ManifestError, match=r"/mnt/x: .*format 1\.x"):  # whatever else it has
         decode(b'{"format": "1.0", "everything": "else"}', "/mnt/x")
 
 
-def test_a_newer_minor_format_is_read(manifest: Manifest) -> None:
+def test_a_newer_minor_format_is_read(manifest):
     assert decode(_edited(manifest, format="3.9"), "here").digest == manifest.digest
 
 
@@ -154,19 +149,19 @@ def test_a_newer_minor_format_is_read(manifest: Manifest) -> None:
     ],
     ids=lambda changes: "+".join(changes),
 )
-def test_editing_a_field_that_decides_an_answer_breaks_the_digest(manifest: Manifest, changes: dict) -> None:
+def test_editing_a_field_that_decides_an_answer_breaks_the_digest(manifest, changes):
     with pytest.raises(ManifestError, match="digest is not the digest"):
         decode(_edited(manifest, **changes), "here")
 
 
 @pytest.mark.parametrize("changes", [{"id": "other"}, {"version": 7}, {"provenance__tool": "other"}])
-def test_id_version_and_provenance_are_not_part_of_the_digest(manifest: Manifest, changes: dict) -> None:
+def test_id_version_and_provenance_are_not_part_of_the_digest(manifest, changes):
     renamed = decode(_edited(manifest, **changes), "here")
     assert renamed != manifest
     assert renamed.digest == manifest.digest
 
 
-def test_the_token_ids_of_a_trained_cartridge_are_part_of_its_digest(manifest: Manifest) -> None:
+def test_the_token_ids_of_a_trained_cartridge_are_part_of_its_digest(manifest):
     """What was drawn from other ordinary ids is another cartridge: engines know one list of ids for each digest."""
     trained = msgspec.structs.replace(manifest, kind="trained")
     others = msgspec.structs.replace(trained, tokens=msgspec.structs.replace(trained.tokens, blake3="00" * 32))
@@ -184,7 +179,7 @@ _SIZES = [
     "value", [0, -1, 1.5, 1 << 31, 1 << 63, 1 << 64, 10**400, float("nan"), float("inf"), None, "7", True, []],
     ids=lambda value: str(value)[:24],
 )  # fmt: skip
-def test_a_size_that_is_no_sane_number_is_refused(manifest: Manifest, field: str, value: Any) -> None:
+def test_a_size_that_is_no_sane_number_is_refused(manifest, field, value):
     with pytest.raises(ManifestError):
         decode(_edited(manifest, **{field: value}), "here")
 
@@ -211,7 +206,7 @@ def test_a_size_that_is_no_sane_number_is_refused(manifest: Manifest, field: str
         ({"kind": "other"}, "not a cartridge manifest"),
     ],
 )
-def test_fields_that_contradict_each_other_are_refused(manifest: Manifest, changes: dict, problem: str) -> None:
+def test_fields_that_contradict_each_other_are_refused(manifest, changes, problem):
     with pytest.raises(ManifestError, match=problem):
         decode(_edited(manifest, **changes), "here")
 
@@ -224,13 +219,13 @@ def test_fields_that_contradict_each_other_are_refused(manifest: Manifest, chang
     ],
     ids=lambda data: repr(data[:12]),
 )  # fmt: skip
-def test_what_is_no_manifest_at_all_is_refused(data: bytes) -> None:
+def test_what_is_no_manifest_at_all_is_refused(data):
     with pytest.raises(ManifestError):
         decode(data, "here")
 
 
 @pytest.mark.parametrize("cartridge_id", ["a", "_x", "A.b-c_9", "a..b", "a" * 128])
-def test_an_ordinary_id_is_returned(cartridge_id: str) -> None:
+def test_an_ordinary_id_is_returned(cartridge_id):
     assert check_id(cartridge_id) == cartridge_id
 
 
@@ -238,14 +233,14 @@ def test_an_ordinary_id_is_returned(cartridge_id: str) -> None:
     "cartridge_id",
     ["", ".", "..", "../x", ".hidden", "-rf", "a/b", "/etc", "a\\b", "a b", "a\n", "a\x00", "a@1", "é", "a" * 129],
 )
-def test_an_id_that_could_escape_is_refused(manifest: Manifest, cartridge_id: str) -> None:
+def test_an_id_that_could_escape_is_refused(manifest, cartridge_id):
     with pytest.raises(ManifestError, match="cannot be a cartridge id"):
         check_id(cartridge_id)
     with pytest.raises(ManifestError, match=r"at `\$\.id`"):
         decode(_edited(manifest, id=cartridge_id), "here")
 
 
-def test_an_artefact_is_to_the_byte_what_releases_of_its_format_write(tmp_path: Path) -> None:
+def test_an_artefact_is_to_the_byte_what_releases_of_its_format_write(tmp_path):
     """A digest that changes makes every cartridge there is another one: raise the format's major version then."""
     shape = make_fingerprint(layers=1, kv_heads=1, head_size=8)
     with ArtifactWriter(

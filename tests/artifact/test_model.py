@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -30,7 +29,7 @@ def _of(inv_freq: list[float] | None = INV_FREQ, attention_factor: float = 1.0, 
     )
 
 
-def test_a_config_without_optional_fields_means_their_defaults() -> None:
+def test_a_config_without_optional_fields_means_their_defaults():
     assert _of(head_dim=32).head_size == 32
     assert _of(num_key_value_heads=None).kv_heads == 4
     assert _of(architectures=None).architecture == "llama"
@@ -48,7 +47,7 @@ def test_a_config_without_optional_fields_means_their_defaults() -> None:
         {"sliding_window": None},
     ],
 )
-def test_a_config_field_that_leaves_k_and_v_alone_makes_no_difference(noise: dict) -> None:
+def test_a_config_field_that_leaves_k_and_v_alone_makes_no_difference(noise):
     assert _of().differences(_of(**noise)) == []
 
 
@@ -72,11 +71,11 @@ def test_a_config_field_that_leaves_k_and_v_alone_makes_no_difference(noise: dic
     ],
     ids=lambda value: value if isinstance(value, str) else "+".join(value),
 )
-def test_a_difference_in_k_or_v_is_told_with_both_values(change: dict, told: str) -> None:
+def test_a_difference_in_k_or_v_is_told_with_both_values(change, told):
     assert any(line.startswith(told) for line in _of().differences(_of(**change))), _of().differences(_of(**change))
 
 
-def test_frequencies_may_differ_by_rounding_and_no_more() -> None:
+def test_frequencies_may_differ_by_rounding_and_no_more():
     assert _of().differences(_of(inv_freq=[f * (1 + 5e-6) for f in INV_FREQ])) == []
     assert len(_of().differences(_of(inv_freq=[f * (1 + 5e-5) for f in INV_FREQ]))) == 1
 
@@ -91,11 +90,11 @@ def test_frequencies_may_differ_by_rounding_and_no_more() -> None:
         ({"model_type": "gemma2", "layer_types": ["sliding_attention", "full_attention", "full_attention"]}, None),
     ],
 )  # fmt: skip
-def test_the_layers_that_rotate_are_named_where_the_config_names_them(config: dict, layers: tuple) -> None:
+def test_the_layers_that_rotate_are_named_where_the_config_names_them(config, layers):
     assert _of(**config).rope[0].layers == layers
 
 
-def test_layers_that_rotate_count_where_both_sides_know_them() -> None:
+def test_layers_that_rotate_count_where_both_sides_know_them():
     known, other, unknown = (
         msgspec.structs.replace(_of(), rope=(msgspec.structs.replace(*_of().rope, layers=layers),))
         for layers in ((0, 1), (0, 1, 2), None)
@@ -114,14 +113,14 @@ def test_layers_that_rotate_count_where_both_sides_know_them() -> None:
         ({"multi_query": False}, 4),
     ],
 )
-def test_falcons_say_otherwise_how_many_kv_heads_they_have(config: dict, heads: int) -> None:
+def test_falcons_say_otherwise_how_many_kv_heads_they_have(config, heads):
     assert _of(num_key_value_heads=None, model_type="falcon", **config).kv_heads == heads
 
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128}
 
 
-def test_a_quantised_model_is_told_from_its_original_and_from_one_quantised_otherwise() -> None:
+def test_a_quantised_model_is_told_from_its_original_and_from_one_quantised_otherwise():
     plain, awq = _of(), _of(quantization_config=AWQ)
     gptq = _of(quantization_config=AWQ | {"quant_method": "gptq"})
     online = msgspec.structs.replace(plain, quantisation="online fp8")
@@ -133,7 +132,7 @@ def test_a_quantised_model_is_told_from_its_original_and_from_one_quantised_othe
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "something"])
-def test_rope_whose_frequencies_depend_on_the_length_is_refused(kind: str) -> None:
+def test_rope_whose_frequencies_depend_on_the_length_is_refused(kind):
     with pytest.raises(UnsupportedModel, match=f"RoPE type '{kind}'"):
         _of(rope_parameters={"rope_type": kind, "rope_theta": 1e4})
     with pytest.raises(UnsupportedModel, match=f"RoPE type '{kind}'"):
@@ -143,12 +142,12 @@ def test_rope_whose_frequencies_depend_on_the_length_is_refused(kind: str) -> No
 @pytest.mark.parametrize(
     "layer", ["linear_attention", "mamba", "conv", "hybrid", "moe", "compressed_sparse_attention", "unheard_of"]
 )
-def test_layers_that_cache_no_plain_k_and_v_are_refused(layer: str) -> None:
+def test_layers_that_cache_no_plain_k_and_v_are_refused(layer):
     with pytest.raises(UnsupportedModel, match=layer):
         _of(layer_types=["full_attention", layer, "full_attention"])
 
 
-def test_latent_attention_and_strange_dtypes_are_refused() -> None:
+def test_latent_attention_and_strange_dtypes_are_refused():
     with pytest.raises(UnsupportedModel, match="latent"):
         _of(kv_lora_rank=512)
     with pytest.raises(UnsupportedModel, match="float8_e4m3fn"):
@@ -160,7 +159,7 @@ def _weights(seed: int = 0) -> dict[str, torch.Tensor]:
     return {f"layer.{i}": torch.randn(50, 60, generator=generator) for i in range(4)}
 
 
-def test_the_digest_of_weights_does_not_depend_on_how_they_are_split_into_files(tmp_path: Path) -> None:
+def test_the_digest_of_weights_does_not_depend_on_how_they_are_split_into_files(tmp_path):
     weights = _weights()
     (tmp_path / "one").mkdir()
     (tmp_path / "two").mkdir()
@@ -171,7 +170,7 @@ def test_the_digest_of_weights_does_not_depend_on_how_they_are_split_into_files(
     assert len(weights_digest(tmp_path / "one")) == 64
 
 
-def test_other_weights_names_dtypes_and_shapes_give_other_digests(tmp_path: Path) -> None:
+def test_other_weights_names_dtypes_and_shapes_give_other_digests(tmp_path):
     weights = _weights()
     variants = {
         "same": weights,
@@ -189,11 +188,11 @@ def test_other_weights_names_dtypes_and_shapes_give_other_digests(tmp_path: Path
     assert len(set(digests.values())) == len(variants)
 
 
-def test_a_directory_without_weights_has_no_digest(tmp_path: Path) -> None:
+def test_a_directory_without_weights_has_no_digest(tmp_path):
     assert weights_digest(tmp_path) is None
 
 
-def test_a_model_is_a_directory_or_in_the_cache_or_nowhere(tmp_path: Path) -> None:
+def test_a_model_is_a_directory_or_in_the_cache_or_nowhere(tmp_path):
     assert model_directory(str(tmp_path)) == tmp_path
     assert model_directory("nobody/has-this-model") is None
     assert model_directory(str(tmp_path / "nowhere")) is None
@@ -215,7 +214,7 @@ def _of_kinds(local: list[float] = LOCAL, full: list[float] = GLOBAL, **changes:
     return of_config({**CONFIG, **KINDS, **changes}, dtype="bfloat16", frequencies=of_kinds)
 
 
-def test_kinds_of_layers_rotate_each_by_its_own_frequencies() -> None:
+def test_kinds_of_layers_rotate_each_by_its_own_frequencies():
     rope = _of_kinds().rope
     assert [(each.kind, each.layers, list(each.inv_freq)) for each in rope] == [
         ("default", (0, 1, 3), LOCAL), ("linear", (2,), GLOBAL),
@@ -225,7 +224,7 @@ def test_kinds_of_layers_rotate_each_by_its_own_frequencies() -> None:
     assert rope[1].parameters == {"factor": 8.0, "rope_theta": 1e6, "rope_type": "linear"}
 
 
-def test_how_transformers_4_says_that_kinds_of_layers_have_rope_of_their_own_is_read() -> None:
+def test_how_transformers_4_says_that_kinds_of_layers_have_rope_of_their_own_is_read():
     old = {
         "rope_parameters": None, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
@@ -233,7 +232,7 @@ def test_how_transformers_4_says_that_kinds_of_layers_have_rope_of_their_own_is_
     assert _of_kinds(**old) == _of_kinds()
 
 
-def test_differences_between_kinds_of_layers_are_told_by_layer() -> None:
+def test_differences_between_kinds_of_layers_are_told_by_layer():
     mine = _of_kinds()
     assert mine.differences(_of_kinds()) == []
     assert mine.differences(_of_kinds(full=[f / 2 for f in GLOBAL])) == [
@@ -257,7 +256,7 @@ def test_differences_between_kinds_of_layers_are_told_by_layer() -> None:
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_one_kind_of_layers_whose_frequencies_depend_on_the_length_is_refused(kind: str) -> None:
+def test_one_kind_of_layers_whose_frequencies_depend_on_the_length_is_refused(kind):
     rope = {**KINDS["rope_parameters"], "full_attention": {"rope_type": kind, "rope_theta": 1e6}}
     with pytest.raises(UnsupportedModel, match=f"RoPE type '{kind}'"):
         _of_kinds(rope_parameters=rope)
@@ -265,25 +264,25 @@ def test_one_kind_of_layers_whose_frequencies_depend_on_the_length_is_refused(ki
         of_config({**CONFIG, **KINDS, "rope_parameters": rope}, dtype="bfloat16")
 
 
-def test_rope_of_kinds_that_no_layer_is_said_to_be_of_is_refused() -> None:
+def test_rope_of_kinds_that_no_layer_is_said_to_be_of_is_refused():
     with pytest.raises(UnsupportedModel, match="full_attention, sliding_attention.*layer_types do not say"):
         _of_kinds(layer_types=None)
 
 
-def test_a_fingerprint_that_was_sent_is_the_same() -> None:
+def test_a_fingerprint_that_was_sent_is_the_same():
     for shape in (_of(), _of_kinds(), _of(quantization_config=AWQ), _of(inv_freq=None)):
         assert msgspec.json.decode(msgspec.json.encode(shape), type=Fingerprint) == shape
         assert from_plain(msgspec.to_builtins(shape)) == shape
 
 
-def test_a_config_that_spells_its_fields_otherwise_is_read_by_their_standard_names() -> None:
+def test_a_config_that_spells_its_fields_otherwise_is_read_by_their_standard_names():
     from transformers import GPT2Config
 
     found = of_config(config_fields(GPT2Config(n_layer=3, n_head=4, n_embd=64, vocab_size=99)), dtype="float32")
     assert (found.layers, found.kv_heads, found.head_size, found.vocab_size, found.rope) == (3, 4, 16, 99, ())
 
 
-def test_a_config_that_names_rotating_dimensions_alone_has_rope() -> None:
+def test_a_config_that_names_rotating_dimensions_alone_has_rope():
     from transformers import GPTJConfig
 
     config = config_fields(GPTJConfig(n_layer=3, n_head=4, n_embd=64, vocab_size=99, rotary_dim=8))
@@ -296,6 +295,6 @@ def test_a_config_that_names_rotating_dimensions_alone_has_rope() -> None:
     assert found.rope[0].inv_freq == pytest.approx((1.0, 0.1, 0.01, 0.001))
 
 
-def test_a_config_without_layers_is_refused_by_name() -> None:
+def test_a_config_without_layers_is_refused_by_name():
     with pytest.raises(UnsupportedModel, match="num_hidden_layers, num_attention_heads, vocab_size"):
         of_config({"model_type": "strange"}, dtype="float32")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from making import Made, heads_bytes, make_artifact, make_fingerprint, make_ids, make_kv
+from making import heads_bytes, make_artifact, make_fingerprint, make_ids, make_kv
 
 from lmcache_cartridge.artifact.manifest import Provenance
 from lmcache_cartridge.artifact.reading import load_manifest
@@ -51,17 +51,17 @@ def _file_size_limit(size_bytes: int) -> Iterator[None]:
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> Made:
+def made(tmp_path):
     return make_artifact(tmp_path / "doc", positions=40, chunk_tokens=16)
 
 
-def test_a_writer_that_cannot_start_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_writer_that_cannot_start_leaves_nothing_behind(tmp_path):
     with pytest.raises(ZeroDivisionError), _writer(tmp_path / "doc", chunk_tokens=0):
         pass
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_that_fills_up_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_disk_that_fills_up_leaves_nothing_behind(tmp_path):
     with _file_size_limit(10_000), pytest.raises(OSError, match="too large"), _writer(tmp_path / "doc") as writer:
         for chunk in _chunks():
             writer.write(chunk)
@@ -69,7 +69,7 @@ def test_a_disk_that_fills_up_leaves_nothing_behind(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_nothing_is_at_the_place_of_an_artefact_before_it_is_committed(tmp_path: Path) -> None:
+def test_nothing_is_at_the_place_of_an_artefact_before_it_is_committed(tmp_path):
     with _writer(tmp_path / "doc") as writer:
         for chunk in _chunks():
             writer.write(chunk)
@@ -79,13 +79,13 @@ def test_nothing_is_at_the_place_of_an_artefact_before_it_is_committed(tmp_path:
     assert [path.name for path in tmp_path.iterdir()] == ["doc"]
 
 
-def test_a_second_writer_at_the_same_place_is_refused_at_once(made: Made, tmp_path: Path) -> None:
+def test_a_second_writer_at_the_same_place_is_refused_at_once(made, tmp_path):
     with pytest.raises(CartridgeExists, match="written once"):
         _writer(tmp_path / "doc")
     assert load_manifest(tmp_path / "doc") == made.manifest
 
 
-def test_the_slower_of_two_writers_at_the_same_place_is_refused_and_cleans_up(tmp_path: Path) -> None:
+def test_the_slower_of_two_writers_at_the_same_place_is_refused_and_cleans_up(tmp_path):
     with pytest.raises(CartridgeExists, match="appeared"), _writer(tmp_path / "doc") as slower:
         for chunk in _chunks():
             slower.write(chunk)
@@ -95,9 +95,7 @@ def test_the_slower_of_two_writers_at_the_same_place_is_refused_and_cleans_up(tm
     assert load_manifest(tmp_path / "doc") == made.manifest
 
 
-def test_a_rename_that_fails_says_why_and_an_artefact_is_on_the_disk_by_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rename_that_fails_says_why_and_an_artefact_is_on_the_disk_by_its_name(tmp_path, monkeypatch):
     synced, fsync = [], os.fsync
     monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(Path(f"/proc/self/fd/{fd}").readlink()), fsync(fd)))
     make_artifact(tmp_path / "doc", positions=40)
@@ -112,7 +110,7 @@ def test_a_rename_that_fails_says_why_and_an_artefact_is_on_the_disk_by_its_name
     assert [path.name for path in tmp_path.iterdir()] == ["doc"]
 
 
-def test_a_chunk_of_the_wrong_size_or_beyond_the_last_is_refused(tmp_path: Path) -> None:
+def test_a_chunk_of_the_wrong_size_or_beyond_the_last_is_refused(tmp_path):
     with _writer(tmp_path / "doc") as writer:
         whole = next(_chunks())
         for wrong in (whole[:-1], whole + b"\0", b""):
@@ -124,7 +122,7 @@ def test_a_chunk_of_the_wrong_size_or_beyond_the_last_is_refused(tmp_path: Path)
             writer.write(chunk)
 
 
-def test_an_artefact_that_lacks_chunks_cannot_be_committed(tmp_path: Path) -> None:
+def test_an_artefact_that_lacks_chunks_cannot_be_committed(tmp_path):
     with _writer(tmp_path / "doc") as writer:
         writer.write(next(_chunks()))
         with pytest.raises(ArtifactError, match="16 of 40 positions"):
@@ -132,7 +130,7 @@ def test_an_artefact_that_lacks_chunks_cannot_be_committed(tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_id_that_could_escape_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_an_id_that_could_escape_is_refused_before_anything_is_written(tmp_path):
     with pytest.raises(ManifestError, match="cannot be a cartridge id"):
         _writer(tmp_path / "doc", cartridge_id="../x")
     assert list(tmp_path.iterdir()) == []

@@ -54,7 +54,7 @@ class _Cli:
 
 
 @pytest.fixture
-def cli(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> _Cli:
+def cli(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv(HOME_VARIABLE, str(tmp_path / "home"))
     return _Cli(tmp_path / "home", capsys)
 
@@ -82,9 +82,7 @@ def _commands(group: Any = COMMANDS, before: str = "") -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", _commands())
-def test_a_command_explains_itself_in_a_sentence_and_an_example_that_is_understood(
-    cli: _Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_command_explains_itself_in_a_sentence_and_an_example_that_is_understood(cli, tmp_path, monkeypatch, name):
     ran = cli(*name.split(), "--help")
     assert ran.status == 0
     paragraphs = [" ".join(p.split()) for p in ran.out.split("\n\n")]
@@ -101,14 +99,14 @@ def test_a_command_explains_itself_in_a_sentence_and_an_example_that_is_understo
     _commands()[name].make_context(name, words)  # raises what the command line would be refused with
 
 
-def test_the_list_of_commands_cuts_no_sentence(cli: _Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_list_of_commands_cuts_no_sentence(cli, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     listed = cli("--help").out.partition("Commands:\n")[2].partition("\n\n")[0].splitlines()
     assert len(listed) >= 15
     assert [line for line in listed if line.endswith("...") or not line.endswith(".")] == []
 
 
-def test_there_are_about_twenty_commands_with_at_most_120_options() -> None:
+def test_there_are_about_twenty_commands_with_at_most_120_options():
     own = [p for c in _commands().values() for p in c.params if p.opts[0].startswith("--")]
     assert len(_commands()) <= 21
     assert sum(param.name not in ("home", "form") for param in own) <= 120
@@ -141,7 +139,7 @@ for argv in json.load(sys.stdin):
 """
 
 
-def test_what_goes_into_a_pipe_is_plain_and_json_where_it_is_asked_for(cli: _Cli, tmp_path: Path) -> None:
+def test_what_goes_into_a_pipe_is_plain_and_json_where_it_is_asked_for(cli, tmp_path):
     """Run as programs do, with a terminal that could do colours but is not there, and variables that ask for none."""
     assert {*_RUNS, *_RUN_BY_OTHERS} == set(_commands()), "a new command is run here, or by a test of its own"
     root = _make(tmp_path)
@@ -164,7 +162,7 @@ def test_what_goes_into_a_pipe_is_plain_and_json_where_it_is_asked_for(cli: _Cli
             json.loads(out)
 
 
-def test_progress_is_shown_on_a_terminal(cli: _Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_shown_on_a_terminal(cli, tmp_path, monkeypatch):
     cli.json("import", _make(tmp_path))
     assert cli("verify", "doc").err == ""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
@@ -175,20 +173,20 @@ def test_progress_is_shown_on_a_terminal(cli: _Cli, tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize("argv", [
     "fly", "list --wings", "show", "list --format yaml", "build --chunk-size 0", "build --dtype int8", "build --document none",
 ])  # fmt: skip
-def test_wrong_usage_ends_with_status_2(cli: _Cli, argv: str) -> None:
+def test_wrong_usage_ends_with_status_2(cli, argv):
     ran = cli(*argv.split())
     assert ran.status == 2
     assert ran.err.startswith("Usage: lmcache-cartridge")
 
 
-def test_home_can_be_named_on_the_command_line(cli: _Cli, tmp_path: Path) -> None:
+def test_home_can_be_named_on_the_command_line(cli, tmp_path):
     root = _make(tmp_path)
     cli.json("import", root, "--home", tmp_path / "other")
     assert cli.json("list") == [] and "lmcache-cartridge build" in cli("list").out
     assert [row["id"] for row in cli.json("list", "--home", tmp_path / "other")] == ["doc"]
 
 
-def test_a_cartridge_is_registered_labelled_listed_and_described(cli: _Cli, tmp_path: Path) -> None:
+def test_a_cartridge_is_registered_labelled_listed_and_described(cli, tmp_path):
     root = _make(tmp_path)
     registered = cli.json("import", root)
     digest = json.loads((root / MANIFEST).read_bytes())["digest"]
@@ -210,7 +208,7 @@ def test_a_cartridge_is_registered_labelled_listed_and_described(cli: _Cli, tmp_
         assert described["quarantined"] is None
 
 
-def test_people_are_told_the_same(cli: _Cli, tmp_path: Path) -> None:
+def test_people_are_told_the_same(cli, tmp_path):
     root = _make(tmp_path)
     ran = cli("import", root)
     assert ran.status == 0 and ["name", "doc@1"] in [line.split() for line in ran.out.splitlines()]
@@ -225,7 +223,7 @@ def test_people_are_told_the_same(cli: _Cli, tmp_path: Path) -> None:
     assert str(root) in cli("show", "current").out
 
 
-def test_what_is_made_again_unchanged_is_there_already_and_no_new_version(cli: _Cli, tmp_path: Path) -> None:
+def test_what_is_made_again_unchanged_is_there_already_and_no_new_version(cli, tmp_path):
     (tmp_path / "doc.txt").write_text("Patient Mora: ward 7. Patient Lind: ward 8.")
     cli.json("import", _make(tmp_path))
     built = ["build", "--model", MODEL_DIR, "--document", tmp_path / "doc.txt", "--id", "built"]
@@ -251,7 +249,7 @@ def test_what_is_made_again_unchanged_is_there_already_and_no_new_version(cli: _
     )
 
 
-def test_a_reader_that_has_seen_enough_ends_a_command_quietly(cli: _Cli, tmp_path: Path) -> None:
+def test_a_reader_that_has_seen_enough_ends_a_command_quietly(cli, tmp_path):
     cli.json("import", _make(tmp_path))
     command = [sys.executable, "-m", "lmcache_cartridge.cli.main", "show", "doc"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as ran:
@@ -261,7 +259,7 @@ def test_a_reader_that_has_seen_enough_ends_a_command_quietly(cli: _Cli, tmp_pat
     assert ran.returncode == 1
 
 
-def test_serve_prints_what_it_was_told_and_not_thirty_defaults(cli: _Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serve_prints_what_it_was_told_and_not_thirty_defaults(cli, monkeypatch):
     monkeypatch.setattr(os, "execvpe", lambda *words: None)
     told = cli("serve", "llama", "--port", "1", "--set", "cpu_bytes=3GiB", "--set", "admin=true").out
     assert len(told.splitlines()) <= 4
@@ -270,11 +268,11 @@ def test_serve_prints_what_it_was_told_and_not_thirty_defaults(cli: _Cli, monkey
     assert "disk_bytes" not in told and "None" not in told
 
 
-def test_people_are_shown_no_none() -> None:
+def test_people_are_shown_no_none():
     assert show.fields({"kept": None, "canary": {"asked": 2, "in_a_chain": None}}) == "canary\n  asked  2"
 
 
-def test_an_id_stays_where_it_is_with_no_promote(cli: _Cli, tmp_path: Path) -> None:
+def test_an_id_stays_where_it_is_with_no_promote(cli, tmp_path):
     cli.json("import", _make(tmp_path))
     added = cli.json("import", _make(tmp_path, version=2, seed=2), "--no-promote")
     cli.json("label", "next", "doc@2")
@@ -286,7 +284,7 @@ def test_an_id_stays_where_it_is_with_no_promote(cli: _Cli, tmp_path: Path) -> N
     assert cli.json("show", "doc")["version"] == 1
 
 
-def test_what_was_removed_keeps_its_version(cli: _Cli, tmp_path: Path) -> None:
+def test_what_was_removed_keeps_its_version(cli, tmp_path):
     files = cli.home / "cartridges" / "doc"
     make_artifact(files / "1", positions=40)
     cli.json("import", files / "1")
@@ -301,7 +299,7 @@ def test_what_was_removed_keeps_its_version(cli: _Cli, tmp_path: Path) -> None:
     assert [path.name for path in files.iterdir()] == ["1"]
 
 
-def test_files_are_deleted_under_a_home_that_is_a_symbolic_link(cli: _Cli, tmp_path: Path) -> None:
+def test_files_are_deleted_under_a_home_that_is_a_symbolic_link(cli, tmp_path):
     link = tmp_path / "link"
     (tmp_path / "real").mkdir()
     link.symlink_to(tmp_path / "real")
@@ -311,14 +309,14 @@ def test_files_are_deleted_under_a_home_that_is_a_symbolic_link(cli: _Cli, tmp_p
     assert not (tmp_path / "real" / "cartridges" / "doc" / "1").exists()
 
 
-def test_registering_twice_is_no_error_and_other_content_is(cli: _Cli, tmp_path: Path) -> None:
+def test_registering_twice_is_no_error_and_other_content_is(cli, tmp_path):
     for root in (_make(tmp_path, seed=1), tmp_path / "artefacts" / "doc-1-1"):
         cli.json("import", root)
     _assert_one_line(cli("import", _make(tmp_path, seed=2)), "doc@1 is registered with other content")
     assert len(cli.json("list")) == 1
 
 
-def test_verify_finds_a_flipped_bit_and_tells_programs(cli: _Cli, tmp_path: Path) -> None:
+def test_verify_finds_a_flipped_bit_and_tells_programs(cli, tmp_path):
     made = make_artifact(tmp_path / "bad", positions=40, cartridge_id="bad")
     cli.json("import", tmp_path / "bad")
     cli.json("import", _make(tmp_path, "good"))
@@ -332,7 +330,7 @@ def test_verify_finds_a_flipped_bit_and_tells_programs(cli: _Cli, tmp_path: Path
     assert cli("verify", "bad").status == 1
 
 
-def test_verify_finds_a_truncated_a_replaced_and_a_missing_artefact(cli: _Cli, tmp_path: Path) -> None:
+def test_verify_finds_a_truncated_a_replaced_and_a_missing_artefact(cli, tmp_path):
     for name in ("short", "replaced", "gone"):
         cli.json("import", _make(tmp_path, name))
     os.truncate(tmp_path / "artefacts" / "short-1-0" / PAYLOAD, 9000)
@@ -348,7 +346,7 @@ def test_verify_finds_a_truncated_a_replaced_and_a_missing_artefact(cli: _Cli, t
     _assert_one_line(cli("show", "replaced"), "was replaced")
 
 
-def test_a_quarantine_is_shown_and_lifted_by_verify_once_the_cartridge_is_sound(cli: _Cli, tmp_path: Path) -> None:
+def test_a_quarantine_is_shown_and_lifted_by_verify_once_the_cartridge_is_sound(cli, tmp_path):
     made = make_artifact(tmp_path / "doc", positions=40)
     cli.json("import", tmp_path / "doc")
     Quarantine(cli.home / "quarantine").put(made.manifest.digest, "chunk 2 was corrupt")
@@ -376,9 +374,7 @@ def test_a_quarantine_is_shown_and_lifted_by_verify_once_the_cartridge_is_sound(
         ("build --model nowhere --document file --id doc --home file", "registry"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_said_in_one_line(
-    cli: _Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argv: str, said: str
-) -> None:
+def test_what_cannot_be_is_said_in_one_line(cli, tmp_path, monkeypatch, argv, said):
     monkeypatch.chdir(tmp_path)
     cli.json("import", _make(tmp_path))
     (tmp_path / "file").write_text("not a directory")
@@ -407,8 +403,8 @@ def test_what_cannot_be_is_said_in_one_line(
     ],
 )  # fmt: skip
 def test_options_of_build_that_do_not_go_together_are_refused_before_anything_is_written(
-    cli: _Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: str, said: str
-) -> None:
+    cli, tmp_path, monkeypatch, options, said
+):
     monkeypatch.chdir(tmp_path)
     Path("x.json").write_text("[]")
     Path("x").write_text("A document.")
@@ -417,14 +413,14 @@ def test_options_of_build_that_do_not_go_together_are_refused_before_anything_is
     assert not (cli.home / "cartridges").exists()
 
 
-def test_a_manifest_without_rope_is_described(cli: _Cli, tmp_path: Path) -> None:
+def test_a_manifest_without_rope_is_described(cli, tmp_path):
     bare = Fingerprint("GPT2LMHeadModel", 2, 2, 8, "float32", 1000, (), "c0" * 32)
     make_artifact(tmp_path / "doc", positions=16, fingerprint=bare)
     cli.json("import", tmp_path / "doc")
     assert cli.json("show", "doc")["fingerprint"]["rope"] == []
 
 
-def test_a_removed_version_is_gone_and_its_files_stay(cli: _Cli, tmp_path: Path) -> None:
+def test_a_removed_version_is_gone_and_its_files_stay(cli, tmp_path):
     roots = [_make(tmp_path, version=version, seed=version) for version in (1, 2)]
     for root in roots:
         cli.json("import", root)
@@ -435,7 +431,7 @@ def test_a_removed_version_is_gone_and_its_files_stay(cli: _Cli, tmp_path: Path)
     _assert_one_line(cli("remove", "doc@2"), "doc@2")
 
 
-def test_a_version_with_a_label_is_not_removed(cli: _Cli, tmp_path: Path) -> None:
+def test_a_version_with_a_label_is_not_removed(cli, tmp_path):
     cli.json("import", _make(tmp_path))
     cli.json("label", "current", "doc")
     _assert_one_line(cli("remove", "doc"), "current")
@@ -455,9 +451,7 @@ def test_a_version_with_a_label_is_not_removed(cli: _Cli, tmp_path: Path) -> Non
     ],
     ids=lambda argv: argv[0],
 )
-def test_what_needs_the_files_here_says_how_to_bring_them_from_s3(
-    cli: _Cli, tmp_path: Path, argv: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_needs_the_files_here_says_how_to_bring_them_from_s3(cli, tmp_path, argv, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "questions.jsonl").write_text('{"question": "q", "answer": "a"}\n')
     Registry(cli.home / "registry.sqlite").register(_make(tmp_path), "s3://bucket/doc")
@@ -470,7 +464,7 @@ def test_what_needs_the_files_here_says_how_to_bring_them_from_s3(
     ("line", "offered", "not_offered"),
     [("la", "label", "list"), ("build --do", "--document", "--model"), ("export doc --to ", "peft", "--to")],
 )
-def test_the_installed_command_is_this_one_and_bash_completes_it(line: str, offered: str, not_offered: str) -> None:
+def test_the_installed_command_is_this_one_and_bash_completes_it(line, offered, not_offered):
     words, command = f"lmcache-cartridge {line}", Path(sys.executable).with_name("lmcache-cartridge")
     asked = {"COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
     for arguments, more in (([], asked | {"_LMCACHE_CARTRIDGE_COMPLETE": "complete_bash"}), (["--version"], {})):

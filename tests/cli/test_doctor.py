@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 import tarfile
-from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 @pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(tmp_path, monkeypatch):
     monkeypatch.setenv(HOME_VARIABLE, str(tmp_path))
     return tmp_path
 
@@ -42,7 +41,7 @@ def _checks() -> dict[str, doctor.Check]:
     return {check.name: check for check in doctor.diagnose(Settings())}
 
 
-def test_the_name_of_lmcaches_own_connector_is_said_to_work() -> None:
+def test_the_name_of_lmcaches_own_connector_is_said_to_work():
     """It is what users write; our connector takes its place."""
     assert "also where LMCacheConnectorV1 is named" in _checks()["KV injection"].finding
 
@@ -57,9 +56,7 @@ def test_the_name_of_lmcaches_own_connector_is_said_to_work() -> None:
         ("VLLM_USE_RUST_FRONTEND", "0", None),
     ],
 )
-def test_what_keeps_vllm_from_loading_ours_is_a_failure(
-    monkeypatch: pytest.MonkeyPatch, name: str, value: str, told: str | None
-) -> None:
+def test_what_keeps_vllm_from_loading_ours_is_a_failure(monkeypatch, name, value, told):
     monkeypatch.setenv(name, value)
     found = _checks().get(name)
     assert (found is None) if told is None else (found.status == "FAIL" and told in found.finding)
@@ -83,9 +80,7 @@ EXTRA = {
         ({"LMCACHE_CONFIG_FILE": str(CONFIGS / "lmcache.yaml"), "LMCACHE_USE_LAYERWISE": "True"}, "use_layerwise is on"),
     ],
 )  # fmt: skip
-def test_lmcaches_configuration_is_looked_at_as_lmcache_reads_it(
-    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], told: str
-) -> None:
+def test_lmcaches_configuration_is_looked_at_as_lmcache_reads_it(monkeypatch, given, told):
     for name in [name for name in os.environ if name.startswith("LMCACHE_") and name != HOME_VARIABLE]:
         monkeypatch.delenv(name)
     for name, value in given.items():
@@ -99,7 +94,7 @@ def _no_version(name: str) -> str:
     raise metadata.PackageNotFoundError(name)
 
 
-def test_what_is_advised_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_is_advised_is_there(monkeypatch, tmp_path):
     monkeypatch.setattr(metadata, "version", _no_version)
     for name in ("vllm", "lmcache"):
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -113,7 +108,7 @@ def test_what_is_advised_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert all((CONFIGS / name).is_file() for name in named)
 
 
-def test_config_lists_and_prints_the_files(capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_lists_and_prints_the_files(capsys):
     assert main(["config"]) == 0
     names = capsys.readouterr().out.split()
     files = [path.relative_to(CONFIGS) for path in CONFIGS.rglob("*") if path.is_file() and path.suffix != ".pyc"]
@@ -131,7 +126,7 @@ def _loaded() -> dict[str, Any]:
 
 
 @pytest.fixture
-def asked(home: Path) -> Iterator[Path]:
+def asked(home):
     """A question on a registered cartridge, in a process that has imported none of what makes cartridges."""
     make_artifact(home / "a", positions=16, cartridge_id="a")
     Registry(Settings(home=home).registry_path).register(home / "a")
@@ -157,9 +152,7 @@ COMMANDS = (
 @pytest.mark.parametrize(
     ("command", "missing"), [*itertools.product(COMMANDS, ("torch", "transformers")), (TRAIN, "peft")]
 )
-def test_a_library_that_lacks_is_one_line_and_what_to_install(
-    command: str, missing: str, asked: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_library_that_lacks_is_one_line_and_what_to_install(command, missing, asked, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, missing, None)
     assert main(command.format(asked).split()) == 1
     assert capsys.readouterr().err == (
@@ -168,9 +161,7 @@ def test_a_library_that_lacks_is_one_line_and_what_to_install(
     )
 
 
-def test_a_server_is_asked_without_torch(
-    home: Path, asked: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_server_is_asked_without_torch(home, asked, monkeypatch, capsys):
     (home / "document.txt").write_bytes(b"caf\xe9")
     for name in ("torch", "transformers", "safetensors", "matplotlib"):
         monkeypatch.setitem(sys.modules, name, None)
@@ -181,7 +172,7 @@ def test_a_server_is_asked_without_torch(
     assert "document.txt is no UTF-8 text: " in capsys.readouterr().err
 
 
-def test_the_wheel_has_all_of_it_also_from_a_source_archive(tmp_path: Path) -> None:
+def test_the_wheel_has_all_of_it_also_from_a_source_archive(tmp_path):
     """It runs from where it was unpacked."""
     tree = copied(tmp_path / "tree")
     with tarfile.open(built("build_sdist", tree, tmp_path)) as archive:

@@ -27,12 +27,12 @@ KEY = "sk-test"
 
 
 @pytest.fixture(autouse=True)
-def _key(monkeypatch: pytest.MonkeyPatch) -> None:
+def _key(monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", KEY)
 
 
 @pytest.fixture(scope="module")
-def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+def watched(tmp_path_factory):
     watched = Watched(tmp_path_factory.mktemp("home"), device=False)
     watched.look_up(watched.make("a"), "a")
     watched.make("cold", seed=1)
@@ -41,7 +41,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
 
 
 @pytest.fixture(scope="module")
-def url(watched: Watched) -> Iterator[str]:
+def url(watched):
     with serving(watched, KEY) as url:
         yield url
 
@@ -56,7 +56,7 @@ def _drawn(view: dict[str, Any], url: str = "http://localhost:8000") -> str:
     return console.file.getvalue()
 
 
-def test_a_reading_sums_ranks_but_not_what_they_share(watched: Watched, url: str) -> None:
+def test_a_reading_sums_ranks_but_not_what_they_share(watched, url):
     view = _view(url)
     numbers = view["numbers"]
     assert numbers["misses_total"]["cpu"] == 4 * RANKS
@@ -73,7 +73,7 @@ def test_a_reading_sums_ranks_but_not_what_they_share(watched: Watched, url: str
     )
 
 
-def test_rates_are_what_happened_between_two_readings(watched: Watched, url: str) -> None:
+def test_rates_are_what_happened_between_two_readings(watched, url):
     made = watched.make("rated", seed=7)
     watched.look_up(made, "rated")
     before, _ = top.read(url)
@@ -87,7 +87,7 @@ def test_rates_are_what_happened_between_two_readings(watched: Watched, url: str
     assert top.rates(before, now, 4.0) is None, "a server that was started again has no rates below zero"
 
 
-def test_what_is_drawn_fits_eighty_columns(watched: Watched, url: str) -> None:
+def test_what_is_drawn_fits_eighty_columns(watched, url):
     view = _view(url)
     assert _drawn(view).count("\n") < 24 and "hits/s" not in _drawn(view)
     loading = {"resident_chunks": 3, "chunks": 4, "eta_s": 12.5, "failing": False}
@@ -108,13 +108,13 @@ def test_what_is_drawn_fits_eighty_columns(watched: Watched, url: str) -> None:
                 assert "…" not in line, "a number that is cut is a wrong number"
 
 
-def test_old_numbers_are_said(url: str) -> None:
+def test_old_numbers_are_said(url):
     view = _view(url)
     assert "s old" not in _drawn(view)
     assert "63 s old" in _drawn(view | {"numbers": view["numbers"] | {"status_age_seconds": {"": 63.0}}})
 
 
-def test_a_server_that_goes_is_said_and_asked_again(watched: Watched) -> None:
+def test_a_server_that_goes_is_said_and_asked_again(watched):
     with serving(watched) as other:
         views = top.views(other, 0.01)
         assert (next(views)["problem"], next(views)["problem"]) == (None, None)
@@ -124,9 +124,7 @@ def test_a_server_that_goes_is_said_and_asked_again(watched: Watched) -> None:
 
 
 @pytest.mark.parametrize("key", [KEY, "", "wrong"])
-def test_without_the_key_the_tiers_are_shown_and_the_key_is_asked_for(
-    url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, key: str
-) -> None:
+def test_without_the_key_the_tiers_are_shown_and_the_key_is_asked_for(url, capsys, monkeypatch, key):
     monkeypatch.setenv("VLLM_API_KEY", key)
     assert main(["top", "--url", url + "/", "--once"]) == 0
     out = capsys.readouterr().out
@@ -139,9 +137,7 @@ def test_without_the_key_the_tiers_are_shown_and_the_key_is_asked_for(
      (200, b"\xff\xfe", "not as vLLM"), (404, b"", "404"), (500, b"", "500"), (200, b"", "serves no cartridges"),
      (401, b"", "401")],
 )  # fmt: skip
-def test_what_is_no_cartridge_server_is_said_in_one_line(
-    capsys: pytest.CaptureFixture[str], status: int, body: bytes, said: str
-) -> None:
+def test_what_is_no_cartridge_server_is_said_in_one_line(capsys, status, body, said):
     with listening(Response(body, status)) as url:  # an ASGI app of its own
         assert main(["top", "--url", url, "--once"]) == 1
     error = capsys.readouterr().err
@@ -155,9 +151,7 @@ def test_what_is_no_cartridge_server_is_said_in_one_line(
      ("http://x:y", "is no URL of a server"), ("file:///etc/passwd", "protocol")],
 )  # fmt: skip
 @pytest.mark.parametrize("once", [[], ["--once"]])
-def test_a_url_where_no_server_answers_is_said_in_one_line(
-    capsys: pytest.CaptureFixture[str], url: str, why: str, once: list[str]
-) -> None:
+def test_a_url_where_no_server_answers_is_said_in_one_line(capsys, url, why, once):
     assert main(["top", "--url", url, *once]) == 1
     error = capsys.readouterr().err
     assert error.count("\n") == 1
@@ -165,7 +159,7 @@ def test_a_url_where_no_server_answers_is_said_in_one_line(
 
 
 @pytest.mark.parametrize("interval", ["0", "nan", "1e9"])
-def test_an_interval_that_makes_no_sense_is_refused(interval: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interval_that_makes_no_sense_is_refused(interval, capsys):
     assert main(["top", "--interval", interval]) == 2
     assert "--interval" in capsys.readouterr().err
 
@@ -203,7 +197,7 @@ def _read_until(reader: int, wanted: str) -> str:
 
 
 @pytest.mark.parametrize("tty", [True, False])
-def test_ctrl_c_ends_it_cleanly(url: str, tty: bool) -> None:
+def test_ctrl_c_ends_it_cleanly(url, tty):
     with _running(url, "--interval", "0.1", tty=tty) as (process, reader):
         seen = _read_until(reader, "hits/s")
         process.send_signal(signal.SIGINT)
@@ -216,7 +210,7 @@ def test_ctrl_c_ends_it_cleanly(url: str, tty: bool) -> None:
     assert ("\x1b" in seen) == tty, "no control characters in a pipe"
 
 
-def test_json_is_a_line_a_refresh_and_there_before_the_next_is_made(url: str) -> None:
+def test_json_is_a_line_a_refresh_and_there_before_the_next_is_made(url):
     with _running(url, "--format", "json", "--interval", "5", tty=False) as (_, reader):
         lines = _read_until(reader, "}\n")
     first = json.loads(lines)

@@ -38,12 +38,12 @@ IDS = list(range(10, 90))
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def written(tmp_path_factory):
     return write_adapter(tmp_path_factory.mktemp("adapters") / "one", 1)
 
 
 @pytest.fixture
-def directory(written: Path, tmp_path: Path) -> Path:
+def directory(written, tmp_path):
     return Path(shutil.copytree(written, tmp_path / "one"))
 
 
@@ -68,13 +68,13 @@ def _change_a_weight(directory: Path) -> None:
         {"target_modules": ["q_proj"]},
     ))],
 )  # fmt: skip
-def test_all_that_an_adapter_computes_with_is_in_its_digest(directory: Path, change: Callable[[Path], None]) -> None:
+def test_all_that_an_adapter_computes_with_is_in_its_digest(directory, change):
     before = adapter_digest(directory)
     change(directory)
     assert adapter_digest(directory) != before
 
 
-def test_how_an_adapter_was_written_is_not_in_its_digest(directory: Path) -> None:
+def test_how_an_adapter_was_written_is_not_in_its_digest(directory):
     before = adapter_digest(directory)
     _configure(directory, target_modules=["o_proj", "v_proj", "k_proj", "q_proj"], lora_dropout=0.5, task_type="X")
     save_file(load_file(directory / WEIGHTS), directory / WEIGHTS, metadata={"format": "np"})
@@ -89,13 +89,13 @@ def test_how_an_adapter_was_written_is_not_in_its_digest(directory: Path) -> Non
         ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens"),
     ],
 )  # fmt: skip
-def test_an_adapter_that_engines_compute_otherwise_is_refused(directory: Path, fields: dict, why: str) -> None:
+def test_an_adapter_that_engines_compute_otherwise_is_refused(directory, fields, why):
     _configure(directory, **fields)
     with pytest.raises(UnsupportedModel, match=why):
         CausalModel(MODEL, lora=directory)
 
 
-def test_what_is_no_adapter_is_refused(directory: Path) -> None:
+def test_what_is_no_adapter_is_refused(directory):
     weights = (directory / WEIGHTS).read_bytes()
     for name in (CONFIG, WEIGHTS):
         whole = (directory / name).read_bytes()
@@ -126,7 +126,7 @@ def _tensor(**fields: Any) -> bytes:
         *(_tensor(data_offsets=offsets) for offsets in ([0, 1 << 46], [-9, 4], None, [1 << 70, 1 << 71])),
     ],
 )  # fmt: skip
-def test_weights_that_are_none_cost_no_more_than_their_size(directory: Path, header: bytes | None) -> None:
+def test_weights_that_are_none_cost_no_more_than_their_size(directory, header):
     """A file of ten bytes asked for 64 TiB, and that error nobody caught."""
     length = (1 << 46 if header is None else len(header)).to_bytes(8, "little")
     (directory / WEIGHTS).write_bytes(length + (header or b"") + b"{}")
@@ -143,7 +143,7 @@ def test_weights_that_are_none_cost_no_more_than_their_size(directory: Path, hea
 
 
 @pytest.mark.parametrize("options", [{}, {"use_rslora": True}])
-def test_kv_is_that_of_weights_with_the_adapter_added(tmp_path: Path, options: dict) -> None:
+def test_kv_is_that_of_weights_with_the_adapter_added(tmp_path, options):
     """The reference adds alpha / r times B A to the weights (of rsLoRA alpha over the root of r), without PEFT."""
     path = write_adapter(tmp_path / "a", 2, lora_alpha=24, **options)
     found = CausalModel(MODEL, dtype="float32", lora=path)
@@ -160,7 +160,7 @@ def test_kv_is_that_of_weights_with_the_adapter_added(tmp_path: Path, options: d
     assert (prefill(found, IDS) - plain).abs().max() > 1, "the control: the adapter changes KV"
 
 
-def test_the_fingerprint_is_the_base_models_with_the_adapter(written: Path) -> None:
+def test_the_fingerprint_is_the_base_models_with_the_adapter(written):
     adapted, base = CausalModel(MODEL, lora=written), CausalModel(MODEL)
     assert adapted.fingerprint == replace(base.fingerprint, lora=adapter_digest(written))
     assert {p.dtype for p in adapted.model.parameters()} == {torch.bfloat16}
@@ -168,7 +168,7 @@ def test_the_fingerprint_is_the_base_models_with_the_adapter(written: Path) -> N
     assert line.startswith("lora: ")
 
 
-def test_a_cartridge_is_trained_for_the_adapter_and_the_adapter_is_not(written: Path) -> None:
+def test_a_cartridge_is_trained_for_the_adapter_and_the_adapter_is_not(written):
     model = CausalModel(MODEL, dtype="float32", lora=written)
     kv = prefill(model, IDS)
     peft = wrap(model, kv[:, :, :16])
@@ -177,9 +177,7 @@ def test_a_cartridge_is_trained_for_the_adapter_and_the_adapter_is_not(written: 
     assert trained and all(name.startswith("prompt_encoder.") for name in trained)
 
 
-def test_commands_make_cartridges_of_an_adapter(
-    written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_make_cartridges_of_an_adapter(written, tmp_path, capsys):
     document = tmp_path / "a.txt"
     document.write_text("Patient Mora: blood AB+, ward 7, allergy latex. " * 8)
 
@@ -222,7 +220,7 @@ async def _problem(adapters: Adapters, selection: Selection, model: str) -> str:
     return ""
 
 
-def test_a_request_gets_what_was_made_with_the_adapter_that_vllm_has_loaded(home: Home, directory: Path) -> None:
+def test_a_request_gets_what_was_made_with_the_adapter_that_vllm_has_loaded(home, directory):
     home.make("base")
     home.make("one", fingerprint=replace(make_fingerprint(), lora=adapter_digest(directory)))
     base, one = _selection(home, "base"), _selection(home, "one")
@@ -270,7 +268,7 @@ def test_a_request_gets_what_was_made_with_the_adapter_that_vllm_has_loaded(home
     asyncio.run(work())
 
 
-def test_adapters_that_were_there_before_are_read_at_the_start(home: Home, directory: Path) -> None:
+def test_adapters_that_were_there_before_are_read_at_the_start(home, directory):
     home.make("one", fingerprint=replace(make_fingerprint(), lora=adapter_digest(directory)))
     adapters = Adapters({"a": LoRARequest("a", 1, str(directory))})
 

@@ -6,7 +6,6 @@ import gc
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -81,7 +80,7 @@ class Serving(NamedTuple):
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_swallowed(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+def nothing_is_swallowed(caplog):
     """The plugin catches every error, ours too; each it caught is in the log."""
     yield
     caught = [r for r in caplog.get_records("call") if r.name == backend.__name__ and r.levelno >= logging.ERROR]
@@ -89,17 +88,17 @@ def nothing_is_swallowed(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def config() -> VllmConfig:
+def config():
     return vllm_config()
 
 
 @pytest.fixture(scope="module")
-def blocks(config: VllmConfig) -> Blocks:
+def blocks(config):
     return Blocks(config, 16)
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> dict[str, Cartridge]:
+def home(tmp_path):
     return prepare(tmp_path, CARTRIDGES, 20)
 
 
@@ -129,7 +128,7 @@ def _serving(
 
 
 @pytest.fixture
-def serving(home: dict[str, Cartridge], config: VllmConfig, blocks: Blocks) -> Iterator[Serving]:
+def serving(home, config, blocks):
     with _serving(home, config, blocks) as serving:
         yield serving
 
@@ -165,16 +164,14 @@ def _release(objects: list[MemoryObj | None]) -> None:
     ("name", "cached"),
     [*((name, 0) for name in CARTRIDGES), *(("short", n) for n in (1, 31, 63, 64, 65, 100, 128, 319))],
 )
-def test_a_request_gets_exactly_its_cartridges_kv_and_what_vllm_has_cached_itself_stays(
-    serving: Serving, name: str, cached: int
-) -> None:
+def test_a_request_gets_exactly_its_cartridges_kv_and_what_vllm_has_cached_itself_stays(serving, name, cached):
     assert _serve(serving, name, cached=cached) == serving.cartridges[name].whole
     assert nothing_is_owed(serving.store)
     stats = serving.store.cpu.stats()
     assert stats.promoted == stats.resident == serving.cartridges[name].whole // CHUNK
 
 
-def test_a_retrieval_that_nobody_looked_up_gets_what_is_resident(serving: Serving) -> None:
+def test_a_retrieval_that_nobody_looked_up_gets_what_is_resident(serving):
     cartridge, slots = serving.cartridges["short"], serving.blocks.scattered(5 * CHUNK).flip(0)
     assert load(serving.engine, cartridge.prompt, 5 * CHUNK, slots, "stranger") == 0
     _serve(serving, "short")
@@ -183,7 +180,7 @@ def test_a_retrieval_that_nobody_looked_up_gets_what_is_resident(serving: Servin
     assert nothing_is_owed(serving.store)
 
 
-def test_what_is_handed_out_is_the_resident_memory_as_lmcache_expects_a_memory_object(serving: Serving) -> None:
+def test_what_is_handed_out_is_the_resident_memory_as_lmcache_expects_a_memory_object(serving):
     keys = serving.keys("short")
     first, second = _get(serving, keys), _get(serving, keys)
     expected = serving.packed_chunks("short")
@@ -207,7 +204,7 @@ def test_what_is_handed_out_is_the_resident_memory_as_lmcache_expects_a_memory_o
     assert nothing_is_owed(serving.store)
 
 
-def test_an_object_is_lent_until_lmcaches_last_reference_ends_and_once(serving: Serving) -> None:
+def test_an_object_is_lent_until_lmcaches_last_reference_ends_and_once(serving):
     def lent() -> int:
         return serving.store.cpu.stats().lent
 
@@ -229,7 +226,7 @@ def test_an_object_is_lent_until_lmcaches_last_reference_ends_and_once(serving: 
     assert nothing_is_owed(serving.store), "nobody releases what is collected"
 
 
-def test_only_leading_keys_are_counted_pinned_and_handed_out(serving: Serving) -> None:
+def test_only_leading_keys_are_counted_pinned_and_handed_out(serving):
     keys, strange, plugin = serving.keys("short"), serving.keys("long")[0], serving.plugin
     strange.chunk_hash ^= 1
     for asked, count in (([], 0), (keys, 5), (keys[:3], 3), ([strange, *keys], 0), ([*keys[:2], strange, keys[3]], 2)):
@@ -259,7 +256,7 @@ def test_only_leading_keys_are_counted_pinned_and_handed_out(serving: Serving) -
         ("trained", {"lmcache.cartridge": "its digest"}),
     ],
 )  # fmt: skip
-def test_keys_under_other_tags_are_misses_everywhere(serving: Serving, name: str, configs: dict[str, Any]) -> None:
+def test_keys_under_other_tags_are_misses_everywhere(serving, name, configs):
     cartridge, plugin = serving.cartridges[name], serving.plugin
     digest = cartridge.made.manifest.digest
     keys = serving.keys(name, {key: digest if value == "its digest" else value for key, value in configs.items()})
@@ -272,7 +269,7 @@ def test_keys_under_other_tags_are_misses_everywhere(serving: Serving, name: str
         assert plugin.batched_contains(serving.keys(name, {"lmcache.skip_save": True})) == 5, "no tag of LMCache's keys"
 
 
-def test_nothing_can_be_stored_removed_or_allocated_through_the_plugin(serving: Serving) -> None:
+def test_nothing_can_be_stored_removed_or_allocated_through_the_plugin(serving):
     _serve(serving, "short")
     manager, plugin, keys = serving.engine.storage_manager, serving.plugin, serving.keys("short")
     new = serving.keys("short", tags("new"))[0]
@@ -306,9 +303,7 @@ CALLS: list[tuple[Callable[[CartridgeBackend, list[CacheEngineKey]], Any], Any]]
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyError, MemoryError, OSError, AssertionError, None])
-def test_a_store_that_fails_or_is_closed_is_a_miss_in_the_log_and_never_an_error(
-    serving: Serving, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: type[Exception] | None
-) -> None:
+def test_a_store_that_fails_or_is_closed_is_a_miss_in_the_log_and_never_an_error(serving, monkeypatch, caplog, error):
     def fail(*_: Any) -> None:
         raise error("the store is broken")
 
@@ -326,7 +321,7 @@ def test_a_store_that_fails_or_is_closed_is_a_miss_in_the_log_and_never_an_error
     caplog.clear()
 
 
-def test_the_schedulers_process_has_no_store_and_answers_no(home: dict[str, Cartridge], config: VllmConfig) -> None:
+def test_the_schedulers_process_has_no_store_and_answers_no(home, config):
     settings = from_mapping({"home": home["short"].root.parent.parent})
     with lmcache_engine(lmcache_config(settings), config, None, role="scheduler") as engine:
         assert plugin(engine).store is None
@@ -334,9 +329,7 @@ def test_the_schedulers_process_has_no_store_and_answers_no(home: dict[str, Cart
         assert [ask(plugin(engine), keys) for ask, _ in CALLS] == [neutral for _, neutral in CALLS]
 
 
-def test_chunks_that_cannot_be_had_after_all_are_left_to_vllm_from_the_first_on(
-    home: dict[str, Cartridge], config: VllmConfig, blocks: Blocks
-) -> None:
+def test_chunks_that_cannot_be_had_after_all_are_left_to_vllm_from_the_first_on(home, config, blocks):
     with _serving(home, config, blocks, chunks=8) as serving:
         clock, cartridge = Clock(), home["short"]
         serving.store.cpu.clock = clock
@@ -354,7 +347,7 @@ def test_chunks_that_cannot_be_had_after_all_are_left_to_vllm_from_the_first_on(
 
 
 @pytest.mark.parametrize("chunks", [CHUNKS, 8])
-def test_lookups_and_retrievals_of_many_threads_do_not_mix(home: dict[str, Cartridge], chunks: int) -> None:
+def test_lookups_and_retrievals_of_many_threads_do_not_mix(home, chunks):
     """With memory for all chunks, and with so little that they push each other out."""
     config = vllm_config()
     blocks, last, served = Blocks(config, 8 * 13), dict[int, tuple[str, torch.Tensor]](), list[bool]()
@@ -380,9 +373,7 @@ def test_lookups_and_retrievals_of_many_threads_do_not_mix(home: dict[str, Cartr
         assert (serving.store.cpu.stats().evicted > 0) is (chunks < CHUNKS)
 
 
-def test_a_plugin_that_lmcache_builds_again_serves_again_and_one_that_cannot_be_leaves_the_first(
-    serving: Serving, config: VllmConfig
-) -> None:
+def test_a_plugin_that_lmcache_builds_again_serves_again_and_one_that_cannot_be_leaves_the_first(serving, config):
     manager, first, store = serving.engine.storage_manager, serving.plugin, serving.store
     _serve(serving, "short")
     assert manager.create_backends() == {} and serving.plugin is first, (

@@ -7,36 +7,34 @@ import logging
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from homes import STILL, Home
-from making import Made, make_artifact
+from homes import STILL
+from making import make_artifact
 from waiting import run_threads, until
 
 from lmcache_cartridge.engine import client, control, frames
 from lmcache_cartridge.engine.client import ControlClient, RemoteClaim
 from lmcache_cartridge.engine.control import ControlServer
 from lmcache_cartridge.errors import CartridgeError, UnsupportedEngine
-from lmcache_cartridge.memory.store import CartridgeStore
 
 
 @pytest.fixture
-def made(home: Home) -> Made:
+def made(home):
     return home.make()
 
 
 @pytest.fixture
-def store(home: Home, made: Made) -> CartridgeStore:
+def store(home, made):
     return home.open(settings=STILL)
 
 
 @pytest.fixture
-def serve() -> Iterator[Callable[..., ControlServer]]:
+def serve():
     """Return a function that starts a server for a store."""
     servers = []
 
@@ -50,12 +48,12 @@ def serve() -> Iterator[Callable[..., ControlServer]]:
 
 
 @pytest.fixture
-def server(serve: Callable, store: CartridgeStore) -> ControlServer:
+def server(serve, store):
     return serve(store)
 
 
 @pytest.fixture
-def connect() -> Iterator[Callable[..., ControlClient]]:
+def connect():
     opened = []
 
     def make(*servers: ControlServer) -> ControlClient:
@@ -68,7 +66,7 @@ def connect() -> Iterator[Callable[..., ControlClient]]:
 
 
 @pytest.fixture
-def workers(connect: Callable, server: ControlServer) -> ControlClient:
+def workers(connect, server):
     return connect(server)
 
 
@@ -79,9 +77,7 @@ def _claimed(workers: ControlClient, digest: str) -> RemoteClaim:
     return claim
 
 
-def test_a_claim_holds_its_chunks_until_it_is_released(
-    workers: ControlClient, store: CartridgeStore, made: Made, tmp_path: Path
-) -> None:
+def test_a_claim_holds_its_chunks_until_it_is_released(workers, store, made, tmp_path):
     claim = _claimed(workers, made.manifest.digest)
     (state,) = claim.begin().result()
     assert (state["resident"], state["chunks"], state["refused"], state["eta_s"]) == (4, 4, None, 0.0)
@@ -99,8 +95,8 @@ def test_a_claim_holds_its_chunks_until_it_is_released(
 
 
 def test_a_claim_is_answered_once_it_is_ready_stuck_or_its_time_is_up_and_ends_with_its_client(
-    serve: Callable, connect: Callable, home: Home, made: Made
-) -> None:
+    serve, connect, home, made
+):
     """Memory has room for the first of two cartridges: the other waits, unless it can be computed."""
     other = home.make("other", positions=64, seed=3)
     small = home.open(chunks=4, settings=STILL)
@@ -121,9 +117,7 @@ def test_a_claim_is_answered_once_it_is_ready_stuck_or_its_time_is_up_and_ends_w
     assert waiting.result(60)[0]["ready"]
 
 
-def test_everything_the_store_can_do_is_there(
-    workers: ControlClient, store: CartridgeStore, home: Home, made: Made
-) -> None:
+def test_everything_the_store_can_do_is_there(workers, store, home, made):
     digest = made.manifest.digest
     status = workers.call("status")[0]
     assert (status["rank"], status["served"], store.names(), status["refused"]) == (0, 1, ["doc@1"], {})
@@ -148,9 +142,7 @@ def test_everything_the_store_can_do_is_there(
     ],
     ids=str,
 )  # fmt: skip
-def test_a_call_that_makes_no_sense_is_an_error_and_the_next_one_is_answered(
-    workers: ControlClient, store: CartridgeStore, made: Made, call: tuple, message: str
-) -> None:
+def test_a_call_that_makes_no_sense_is_an_error_and_the_next_one_is_answered(workers, store, made, call, message):
     claim = _claimed(workers, made.manifest.digest)
     with pytest.raises(CartridgeError, match=message):
         workers.call(*call)
@@ -171,9 +163,9 @@ _BEGUN = [frames.encode(["status"])[:count] for count in (0, 2, 4, 5)]
     ids=["no msgpack", "a string", "an empty list", "a map", "a number", "empty", "gone", "2 bytes", "4 bytes", "5 bytes"],
 )  # fmt: skip
 def test_a_client_that_talks_nonsense_or_goes_in_the_middle_of_a_frame_loses_its_claims_only(
-    server: ControlServer, workers: ControlClient, store: CartridgeStore, home: Home, made: Made, data: bytes,
-    capfd: pytest.CaptureFixture,
-) -> None:  # fmt: skip
+    server, workers, store, home, made, data,
+    capfd,
+):  # fmt: skip
     other = home.make("other", positions=32, seed=3)
     store.refresh()
     mine = _claimed(workers, made.manifest.digest)
@@ -196,13 +188,11 @@ def test_a_client_that_talks_nonsense_or_goes_in_the_middle_of_a_frame_loses_its
 
 
 @pytest.fixture
-def ranks(home: Home, made: Made) -> list[CartridgeStore]:
+def ranks(home, made):
     return [home.open(settings=STILL, rank=rank, world=2) for rank in range(2)]
 
 
-def test_every_rank_answers_in_order_and_an_error_of_one_is_its_callers(
-    serve: Callable, connect: Callable, ranks: list, made: Made, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_every_rank_answers_in_order_and_an_error_of_one_is_its_callers(serve, connect, ranks, made, caplog):
     workers = connect(*map(serve, ranks))
 
     def fail(digest: str) -> int:
@@ -221,9 +211,7 @@ def test_every_rank_answers_in_order_and_an_error_of_one_is_its_callers(
     claim.release()
 
 
-def test_a_rank_that_dies_in_a_call_is_an_error_and_one_that_takes_its_place_is_called(
-    serve: Callable, connect: Callable, ranks: list, tmp_path: Path
-) -> None:
+def test_a_rank_that_dies_in_a_call_is_an_error_and_one_that_takes_its_place_is_called(serve, connect, ranks, tmp_path):
     path = tmp_path / "s"
     with socket.socket(socket.AF_UNIX) as dying:
         dying.bind(str(path))
@@ -246,7 +234,7 @@ def test_a_rank_that_dies_in_a_call_is_an_error_and_one_that_takes_its_place_is_
 # Many callers.
 
 
-def test_thirty_two_threads_get_their_own_answers(workers: ControlClient, home: Home, store: CartridgeStore) -> None:
+def test_thirty_two_threads_get_their_own_answers(workers, home, store):
     sizes = {home.make(f"d{n}", positions=16 * n, seed=n).manifest.digest: n for n in range(1, 5)}
     store.refresh()
 
@@ -263,9 +251,7 @@ def test_thirty_two_threads_get_their_own_answers(workers: ControlClient, home: 
     until(lambda: store.cpu.stats().held == 0)
 
 
-def test_a_claim_that_nobody_refers_to_or_that_is_released_while_it_is_asked_for_holds_nothing(
-    workers: ControlClient, store: CartridgeStore, made: Made
-) -> None:
+def test_a_claim_that_nobody_refers_to_or_that_is_released_while_it_is_asked_for_holds_nothing(workers, store, made):
     class Request:
         def __init__(self) -> None:
             self.itself = self  # only the garbage collector ends it
@@ -286,9 +272,7 @@ def test_a_claim_that_nobody_refers_to_or_that_is_released_while_it_is_asked_for
     assert store.cpu.stats().held == 0
 
 
-def test_an_interrupted_call_leaves_no_answer_for_the_next(
-    workers: ControlClient, store: CartridgeStore, made: Made, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_call_leaves_no_answer_for_the_next(workers, store, made, monkeypatch):
     release = threading.Event()
     monkeypatch.setattr(store, "unpin", lambda digest: release.wait(20))
 
@@ -307,15 +291,13 @@ def test_an_interrupted_call_leaves_no_answer_for_the_next(
     assert workers.call("status")[0]["rank"] == 0
 
 
-def test_no_other_user_can_open_the_socket(server: ControlServer) -> None:
+def test_no_other_user_can_open_the_socket(server):
     directory = Path(server.path).parent
     assert directory.stat().st_mode & 0o777 == 0o700
     assert [path.name for path in directory.iterdir()] == ["control"]
 
 
-def test_calls_that_hang_end_no_claim_hold_up_no_other_call_and_are_bounded(
-    serve: Callable, connect: Callable, store: CartridgeStore, made: Made, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_calls_that_hang_end_no_claim_hold_up_no_other_call_and_are_bounded(serve, connect, store, made, monkeypatch):
     monkeypatch.setattr(control, "_MAX_CALLS", 3)
     workers = connect(serve(store))
     go_on, hanging = threading.Event(), []

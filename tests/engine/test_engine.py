@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,7 +51,7 @@ ROPE = {
 
 
 @pytest.fixture
-def settings(tmp_path: Path) -> Settings:
+def settings(tmp_path):
     return from_mapping({"home": tmp_path, "cpu_bytes": 4 << 20})
 
 
@@ -61,7 +60,7 @@ def _fingerprint(settings: Settings, config: VllmConfig) -> Fingerprint:
     return engines.fingerprint_of(config, metadata.kv_dtype, range(metadata.kv_shape[0]))
 
 
-def test_the_configuration_that_serve_starts_is_accepted() -> None:
+def test_the_configuration_that_serve_starts_is_accepted():
     engines.check_vllm(vllm_config())
     engines.check_vllm(vllm_config(transfer={"kv_connector_extra_config": {"lmcache.max_tokens_per_load": 0}}))
     engines.check_vllm(vllm_config(kv_cache_dtype="bfloat16"))
@@ -119,13 +118,13 @@ def _changed(**values: Any) -> VllmConfig:
         ),
     ],
 )  # fmt: skip
-def test_a_vllm_that_is_not_safe_is_refused_with_the_reason(make: Callable[[], VllmConfig], words: list[str]) -> None:
+def test_a_vllm_that_is_not_safe_is_refused_with_the_reason(make, words):
     with pytest.raises(UnsupportedEngine) as refusal:
         engines.check_vllm(make())
     assert [word for word in words if word not in str(refusal.value)] == []
 
 
-def test_the_block_that_requests_share_is_lost_by_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_block_that_requests_share_is_lost_by_none_of_them(monkeypatch):
     """Where windows have left positions behind, a request whose KV is lost would end all others with it."""
     with quietly():
         from lmcache_cartridge.engine.connector import CartridgeConnector
@@ -138,7 +137,7 @@ def test_the_block_that_requests_share_is_lost_by_none_of_them(monkeypatch: pyte
         assert one.get_block_ids_with_load_errors() == {5, 6}
 
 
-def test_experts_are_no_layers_that_cache() -> None:
+def test_experts_are_no_layers_that_cache():
     config = vllm_config()
     Blocks(config, 2)  # vLLM makes the model's three layers
     config.compilation_config.static_forward_context["model.layers.0.mlp.experts"] = torch.nn.Linear(1, 1)
@@ -170,9 +169,7 @@ _DRIVEN = {**_BESIDE, "lmcache.mp.mp_transfer_mode": "lmcache_driven"}
         (_DRIVEN, "kv_consumer", {}, None),
     ],
 )  # fmt: skip
-def test_layers_with_blocks_of_their_own_are_refused_unless_lmcaches_server_moves_them(
-    extra: dict[str, str], role: str, options: dict[str, Any], reason: str | None
-) -> None:
+def test_layers_with_blocks_of_their_own_are_refused_unless_lmcaches_server_moves_them(extra, role, options, reason):
     full, sliding = FullAttentionSpec(**_BLOCKS), SlidingWindowSpec(**_BLOCKS, sliding_window=32)
     config = vllm_config(transfer={"kv_role": role, "kv_connector_extra_config": extra}, **options)
     with pytest.raises(UnsupportedEngine, match=reason) if reason else nullcontext():
@@ -183,8 +180,8 @@ def test_layers_with_blocks_of_their_own_are_refused_unless_lmcaches_server_move
 
 
 def test_nothing_is_saved_or_computed_again_of_a_model_whose_every_layer_gives_its_blocks_up(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     both, only = (vllm_config(transfer={"kv_role": role}) for role in ("kv_both", "kv_consumer"))
     longest = both.model_config.max_model_len
     sliding = _cached(SlidingWindowSpec(**_BLOCKS, sliding_window=longest - 1))
@@ -212,9 +209,7 @@ def test_nothing_is_saved_or_computed_again_of_a_model_whose_every_layer_gives_i
         (lambda: vllm_config(pipeline_parallel_size=2, transfer={"kv_role": "kv_both"}), "2 pipeline stages"),
     ],
 )  # fmt: skip
-def test_what_lmcaches_server_alone_can_take_is_refused_inside_vllm(
-    make: Callable[[], VllmConfig], reason: str
-) -> None:
+def test_what_lmcaches_server_alone_can_take_is_refused_inside_vllm(make, reason):
     with pytest.raises(UnsupportedEngine, match=f"{reason}: .* --mode multiprocess"):
         engines.check_vllm(make())
     beside = make()
@@ -222,7 +217,7 @@ def test_what_lmcaches_server_alone_can_take_is_refused_inside_vllm(
     engines.check_vllm(beside)
 
 
-def test_a_server_in_rust_is_refused_where_requests_may_name_cartridges(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_in_rust_is_refused_where_requests_may_name_cartridges(monkeypatch):
     """vLLM starts it in the place of the one that has our request API."""
     monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
     monkeypatch.setenv("VLLM_PLUGINS", "cartridges")
@@ -234,7 +229,7 @@ def test_a_server_in_rust_is_refused_where_requests_may_name_cartridges(monkeypa
     check_api(vllm_config())
 
 
-def test_workers_of_all_engines_have_numbers_of_their_own() -> None:
+def test_workers_of_all_engines_have_numbers_of_their_own():
     numbers = []
     for engine in range(2):
         config = vllm_config(tensor_parallel_size=2, transfer={"engine_id": f"8c7d_dp{engine}"})
@@ -254,7 +249,7 @@ def test_workers_of_all_engines_have_numbers_of_their_own() -> None:
         {"retrieve_locations": ["LocalCPUBackend", "cartridge"]},
     ],
 )
-def test_the_lmcache_configuration_that_serve_writes_is_accepted(settings: Settings, options: dict[str, Any]) -> None:
+def test_the_lmcache_configuration_that_serve_writes_is_accepted(settings, options):
     config = lmcache_config(settings, **options)
     refusals.check(refusals.LMCACHE, config)
 
@@ -273,9 +268,7 @@ def test_the_lmcache_configuration_that_serve_writes_is_accepted(settings: Setti
         ({"pre_caching_hash_algorithm": "xxhash_cbor"}, ["algorithm is xxhash_cbor", "sha256_cbor`"]),
     ],
 )  # fmt: skip
-def test_an_lmcache_that_is_not_safe_is_refused_with_the_reason(
-    settings: Settings, options: dict[str, Any], words: list[str]
-) -> None:
+def test_an_lmcache_that_is_not_safe_is_refused_with_the_reason(settings, options, words):
     config = lmcache_config(settings, **options)
     with pytest.raises(UnsupportedEngine) as refusal:
         refusals.check(refusals.LMCACHE, config)
@@ -294,7 +287,7 @@ def test_an_lmcache_that_is_not_safe_is_refused_with_the_reason(
         ({"config": {"kv_role": "kv_producer"}}, "kv_role is kv_producer"),
     ],
 )  # fmt: skip
-def test_why_lmcache_dropped_the_plugin_is_kept(settings: Settings, options: dict[str, Any], reason: str) -> None:
+def test_why_lmcache_dropped_the_plugin_is_kept(settings, options, reason):
     """The last is of vLLM, as under the stock connector, where nothing but the plugin itself checks."""
     config = vllm_config(transfer=options.pop("config", None))
     given = lmcache_config(settings.model_copy(update={"lookup_timeout_s": 1.0}), **options)
@@ -304,7 +297,7 @@ def test_why_lmcache_dropped_the_plugin_is_kept(settings: Settings, options: dic
         assert reason in str(CartridgeBackend.refusal)
 
 
-def test_a_worker_under_another_connector_than_ours_ends_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_under_another_connector_than_ours_ends_with_the_reason(monkeypatch):
     """A plugin that raises is dropped by LMCache, and the server would answer without cartridges."""
     ended: list[str] = []
     monkeypatch.setattr(engines.host_inprocess, "end_process", ended.append)
@@ -316,9 +309,7 @@ def test_a_worker_under_another_connector_than_ours_ends_with_the_reason(monkeyp
 
 
 @pytest.mark.parametrize(("rank", "policy"), [(0, "fail"), (1, "recompute"), (2, "fail"), (3, "fail")])
-def test_each_rank_of_tensor_parallelism_is_described_as_such(
-    settings: Settings, rank: int, policy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_rank_of_tensor_parallelism_is_described_as_such(settings, rank, policy, monkeypatch):
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     CartridgeBackend.refusal = UnsupportedEngine("an earlier one")
     config = vllm_config(tensor_parallel_size=4, transfer={"kv_load_failure_policy": policy})
@@ -349,9 +340,7 @@ def _model(root: Path, **changes: Any) -> Path:
 
 
 @pytest.mark.parametrize("kind", ROPE)
-def test_a_model_of_any_supported_rope_is_the_same_to_vllm_and_to_an_author_and_rotates_so(
-    settings: Settings, tmp_path: Path, kind: str
-) -> None:
+def test_a_model_of_any_supported_rope_is_the_same_to_vllm_and_to_an_author_and_rotates_so(settings, tmp_path, kind):
     directory = _model(tmp_path, rope_parameters={"rope_type": kind, **ROPE[kind]})
     config = vllm_config(directory)
     author, engine = CausalModel(str(directory)).fingerprint, _fingerprint(settings, config)
@@ -368,9 +357,7 @@ def test_a_model_of_any_supported_rope_is_the_same_to_vllm_and_to_an_author_and_
 
 
 @pytest.mark.parametrize("name", ["smollm3", "falcon multi-query", "qwen2-moe", "gemma3", "gpt-oss"])
-def test_a_model_of_an_odd_family_is_the_same_to_vllm_and_to_an_author(
-    settings: Settings, tmp_path: Path, name: str
-) -> None:
+def test_a_model_of_an_odd_family_is_the_same_to_vllm_and_to_an_author(settings, tmp_path, name):
     directory = make_model(tmp_path / "model", FAMILIES[name]())
     config = vllm_config(directory, dtype="float32", max_model_len=512)
     author, engine = CausalModel(str(directory)).fingerprint, _fingerprint(settings, config)
@@ -404,8 +391,8 @@ def _of_other_weights(root: Path) -> dict[str, Any]:
     ],
 )  # fmt: skip
 def test_a_copy_is_the_same_model_to_vllm_and_to_an_author_and_whatever_else_is_another(
-    settings: Settings, tmp_path: Path, given: Any, named: str | None
-) -> None:
+    settings, tmp_path, given, named
+):
     engine = _fingerprint(settings, vllm_config(**(given(tmp_path) if callable(given) else given)))
     author = CausalModel(str(MODEL_DIR)).fingerprint
     differences = author.differences(engine)
@@ -418,6 +405,6 @@ def test_a_copy_is_the_same_model_to_vllm_and_to_an_author_and_whatever_else_is_
         assert len(differences) == 1 and differences[0].startswith(named)
 
 
-def test_an_engine_that_caches_layers_the_model_has_not_is_refused() -> None:
+def test_an_engine_that_caches_layers_the_model_has_not_is_refused():
     with pytest.raises(UnsupportedModel, match="caches 4 layers, the model's config has 3"):
         engines.fingerprint_of(vllm_config(), torch.bfloat16, range(4))

@@ -20,7 +20,6 @@ from transformers import (
     Mamba2Config,
     MambaConfig,
     Mistral3Config,
-    PreTrainedConfig,
     Qwen3NextConfig,
     RecurrentGemmaConfig,
     Zamba2Config,
@@ -54,7 +53,7 @@ class Family(NamedTuple):
 
 
 @pytest.fixture(scope="module", params=ROTATING)
-def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Family:
+def family(request, tmp_path_factory):
     root = tmp_path_factory.mktemp("family")
     model = CausalModel(str(make_model(root / "model", FAMILIES[request.param]())), max_model_len=MAX_MODEL_LEN)
     cartridges = [write(model, root / str(i), ids) for i, ids in enumerate(DOCUMENTS)]
@@ -76,7 +75,7 @@ def _errors(found: torch.Tensor, expected: torch.Tensor) -> list[float]:
     return [float((a - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True)]
 
 
-def test_a_chain_holds_the_keys_and_values_that_each_layer_makes_at_those_places(family: Family) -> None:
+def test_a_chain_holds_the_keys_and_values_that_each_layer_makes_at_those_places(family):
     first, second = DOCUMENTS
     expected = torch.cat([_own(family.model, first, 0), _own(family.model, second, len(first))], dim=2)
     found = chain(family.cartridges)
@@ -86,7 +85,7 @@ def test_a_chain_holds_the_keys_and_values_that_each_layer_makes_at_those_places
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_layers_that_rotate_are_found_by_trying(family: Family, dtype: str) -> None:
+def test_the_layers_that_rotate_are_found_by_trying(family, dtype):
     model = (
         family.model
         if dtype == "float32"
@@ -95,7 +94,7 @@ def test_the_layers_that_rotate_are_found_by_trying(family: Family, dtype: str) 
     assert rotating_layers(model.fingerprint.rope) == ROTATING[family.name]
 
 
-def test_a_layer_rotated_wrongly_is_far_off(family: Family) -> None:
+def test_a_layer_rotated_wrongly_is_far_off(family):
     expected = _own(family.model, DOCUMENTS[1], len(DOCUMENTS[0]))[0]
     every = tuple(range(family.model.fingerprint.layers))
     for layer in every:
@@ -109,9 +108,7 @@ def test_a_layer_rotated_wrongly_is_far_off(family: Family) -> None:
 QUESTION = list(range(400, 410))
 
 
-def test_kinds_of_layers_that_rotate_otherwise_than_the_config_says_cannot_be_moved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kinds_of_layers_that_rotate_otherwise_than_the_config_says_cannot_be_moved(tmp_path, monkeypatch):
     def swapped(shape: Fingerprint) -> Fingerprint:
         if not shape.rope:
             return shape
@@ -131,7 +128,7 @@ def _plain(directory: Path, ids: list[int]) -> torch.Tensor:
     return AutoModelForCausalLM.from_pretrained(directory)(input_ids=torch.tensor([ids])).logits[0, -1]
 
 
-def test_longrope_takes_the_factors_that_the_engine_takes_whatever_the_length(tmp_path: Path) -> None:
+def test_longrope_takes_the_factors_that_the_engine_takes_whatever_the_length(tmp_path):
     directory = make_model(tmp_path / "model", FAMILIES["phi3 long"]())  # made for 512 tokens
     few, many = [5 + i % 600 for i in range(300)], [5 + i % 600 for i in range(600)]
     short, long = CausalModel(str(directory)), CausalModel(str(directory), max_model_len=513)
@@ -148,9 +145,7 @@ def test_longrope_takes_the_factors_that_the_engine_takes_whatever_the_length(tm
 
 
 @pytest.mark.parametrize(("given", "factors"), [([], "short"), (["--max-model-len", "513"], "long")])
-def test_import_and_what_is_made_for_a_server_take_the_factors_that_the_engine_takes(
-    tmp_path: Path, given: list[str], factors: str
-) -> None:
+def test_import_and_what_is_made_for_a_server_take_the_factors_that_the_engine_takes(tmp_path, given, factors):
     directory, home = make_model(tmp_path / "model", FAMILIES["phi3 long"]()), str(tmp_path / "home")
     (tmp_path / "ids.json").write_text(str([5 + i for i in range(300)]))
     expected = CausalModel(str(directory), max_model_len=513 if given else None).fingerprint
@@ -164,7 +159,7 @@ def test_import_and_what_is_made_for_a_server_take_the_factors_that_the_engine_t
     assert expected.rope[0].parameters["factors"] == factors
 
 
-def test_a_document_ends_where_the_short_factors_or_an_attention_that_engines_share_do(tmp_path: Path) -> None:
+def test_a_document_ends_where_the_short_factors_or_an_attention_that_engines_share_do(tmp_path):
     directory, llama4 = make_model(tmp_path / "model", FAMILIES["phi3 long"]()), FAMILIES["llama4"]()
     llama4.max_position_embeddings = 16384
     for path, tokens, reason in (
@@ -180,14 +175,14 @@ def test_a_document_ends_where_the_short_factors_or_an_attention_that_engines_sh
     check_fits(CausalModel(str(directory), max_model_len=1024), Path("document"), [5] * 600)
 
 
-def test_cartridges_whose_keys_are_of_other_pairs_than_the_engines_are_told_apart(tmp_path: Path) -> None:
+def test_cartridges_whose_keys_are_of_other_pairs_than_the_engines_are_told_apart(tmp_path):
     shape = CausalModel(str(make_model(tmp_path / "model", FAMILIES["llama4"]()))).fingerprint
     assert shape.rope[0].pairing == "half"
     once = msgspec.structs.replace(shape, rope=(msgspec.structs.replace(*shape.rope, pairing="interleaved"),))
     assert once.differences(shape) == ["rope pairs of dimensions: interleaved, not half"]
 
 
-def test_longrope_whose_attention_engines_scale_otherwise_is_refused(tmp_path: Path) -> None:
+def test_longrope_whose_attention_engines_scale_otherwise_is_refused(tmp_path):
     config = FAMILIES["phi3 long"]()
     for name, value in (("factor", 3.0), ("attention_factor", 1.5)):
         given = config_fields(config) | {"rope_parameters": config.rope_parameters | {name: value}}
@@ -202,7 +197,7 @@ def test_longrope_whose_attention_engines_scale_otherwise_is_refused(tmp_path: P
 
 
 @pytest.mark.parametrize("name", ["gpt2", "falcon alibi"])
-def test_keys_of_a_family_without_rope_cannot_be_moved(tmp_path: Path, name: str) -> None:
+def test_keys_of_a_family_without_rope_cannot_be_moved(tmp_path, name):
     model = CausalModel(str(make_model(tmp_path / "model", FAMILIES[name]())))
     cartridge = write(model, tmp_path / "doc", DOCUMENTS[0])
     assert torch.equal(chain([cartridge]), torch.cat(list(model.prefill(DOCUMENTS[0], 32)), dim=2))
@@ -210,7 +205,7 @@ def test_keys_of_a_family_without_rope_cannot_be_moved(tmp_path: Path, name: str
         check_shift(model.fingerprint.rope)
 
 
-def test_layers_whose_keys_are_neither_rotated_nor_left_alone_are_not_known(tmp_path: Path) -> None:
+def test_layers_whose_keys_are_neither_rotated_nor_left_alone_are_not_known(tmp_path):
     """A model that adds positions to what its last layer reads, beside RoPE: no single rule moves its keys."""
     model = CausalModel(str(make_model(tmp_path / "model", FAMILIES["llama"]())))
     learned = torch.nn.Embedding(4096, model.model.config.hidden_size)
@@ -226,22 +221,20 @@ def test_layers_whose_keys_are_neither_rotated_nor_left_alone_are_not_known(tmp_
     "config",
     [Qwen3NextConfig, MambaConfig, Mamba2Config, JambaConfig, FalconH1Config, Zamba2Config, RecurrentGemmaConfig],
 )
-def test_a_model_that_keeps_a_state_of_the_prompt_is_refused_before_its_weights_are_read(
-    tmp_path: Path, config: type[PreTrainedConfig]
-) -> None:
+def test_a_model_that_keeps_a_state_of_the_prompt_is_refused_before_its_weights_are_read(tmp_path, config):
     config().save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModel, match="but a state of the whole prompt, which no cartridge can hold"):
         CausalModel(str(tmp_path))
 
 
-def test_a_model_that_reads_images_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
+def test_a_model_that_reads_images_is_refused_before_its_weights_are_read(tmp_path):
     Mistral3Config().save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModel, match="mistral3 is none of the models that read images .* those are gemma3, "):
         CausalModel(str(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["gemma3", "llama4"])
-def test_a_model_that_reads_images_caches_for_text_what_its_language_model_does(tmp_path: Path, name: str) -> None:
+def test_a_model_that_reads_images_caches_for_text_what_its_language_model_does(tmp_path, name):
     seeing, text = (
         CausalModel(str(make_model(tmp_path / each, FAMILIES[each]()))).fingerprint for each in (f"{name} seeing", name)
     )
@@ -250,7 +243,7 @@ def test_a_model_that_reads_images_caches_for_text_what_its_language_model_does(
     assert line.partition("not")[0].endswith("ForConditionalGeneration, ")
 
 
-def test_a_kimi_k2_is_a_deepseek_v3(tmp_path: Path) -> None:
+def test_a_kimi_k2_is_a_deepseek_v3(tmp_path):
     """Its experts too, which transformers would make up for a model type that it does not know."""
     expected = CausalModel(str(make_model(tmp_path / "model", FAMILIES["deepseek-v3"]())))
     kept = tmp_path / "model" / "config.json"
@@ -260,7 +253,7 @@ def test_a_kimi_k2_is_a_deepseek_v3(tmp_path: Path) -> None:
     assert torch.equal(model.logits([5, 6, 7], 1), expected.logits([5, 6, 7], 1))
 
 
-def test_no_code_of_a_models_own_is_run_or_asked_about(tmp_path: Path) -> None:
+def test_no_code_of_a_models_own_is_run_or_asked_about(tmp_path):
     left = tmp_path / "was run"
     code = f"import pathlib\npathlib.Path({str(left)!r}).touch()\nclass Own: pass\n"
     (tmp_path / "own.py").write_text(code)
@@ -277,25 +270,21 @@ def _misread(monkeypatch: pytest.MonkeyPatch, change: Callable[[Fingerprint], Fi
     monkeypatch.setattr(make_model_module, "of_config", lambda *config, **known: change(read(*config, **known)))
 
 
-def test_layers_that_the_config_says_rotate_otherwise_are_not_known(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_that_the_config_says_rotate_otherwise_are_not_known(tmp_path, monkeypatch):
     replace = msgspec.structs.replace
     _misread(monkeypatch, lambda shape: replace(shape, rope=tuple(replace(r, layers=(0, 1, 2, 3)) for r in shape.rope)))
     model = CausalModel(str(make_model(tmp_path / "model", FAMILIES["smollm3"]())))
     assert model.fingerprint.rope[0].layers is None
 
 
-def test_a_family_that_caches_heads_its_config_does_not_say_is_refused_when_it_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_family_that_caches_heads_its_config_does_not_say_is_refused_when_it_is_loaded(tmp_path, monkeypatch):
     _misread(monkeypatch, lambda shape: msgspec.structs.replace(shape, kv_heads=4))  # as it was once read for Falcon
     with pytest.raises(UnsupportedModel, match=r"caches 4 layers of \[\(1, 32\)\].*config says 4 of \(4, 32\)"):
         CausalModel(str(make_model(tmp_path / "model", FAMILIES["falcon multi-query"]())))
 
 
 @pytest.mark.parametrize("encoding", ["plain", "int8"])
-def test_a_cartridge_of_kinds_of_layers_is_tried_in_a_chain_too(tmp_path: Path, encoding: str) -> None:
+def test_a_cartridge_of_kinds_of_layers_is_tried_in_a_chain_too(tmp_path, encoding):
     """Its canary's questions behind itself were kept since a layer that is not moved is seen."""
     model = CausalModel(str(make_model(tmp_path / "model", FAMILIES["gemma3"]())))
     (tmp_path / "doc.txt").write_text("Four beds are on the ward and one of them is empty. " * 4)
@@ -307,7 +296,7 @@ def test_a_cartridge_of_kinds_of_layers_is_tried_in_a_chain_too(tmp_path: Path, 
 
 
 @torch.inference_mode()
-def test_soft_caps_on_attention_are_not_left_out(tmp_path: Path) -> None:
+def test_soft_caps_on_attention_are_not_left_out(tmp_path):
     """PyTorch's attention knows none, and transformers takes it unless it is told otherwise."""
     model = CausalModel(str(make_model(tmp_path / "model", FAMILIES["gemma2"]())))
     ids = torch.tensor([DOCUMENTS[0]])
@@ -317,7 +306,7 @@ def test_soft_caps_on_attention_are_not_left_out(tmp_path: Path) -> None:
     assert float((capped - uncapped).abs().max()) > 0.1
 
 
-def test_a_checkpoint_without_some_weights_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_without_some_weights_is_refused(tmp_path):
     """Transformers draws what is missing at random and warns, and a cartridge of that answers at random."""
     directory = make_model(tmp_path / "model", FAMILIES["llama"]())
     file = directory / "model.safetensors"

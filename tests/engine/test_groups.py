@@ -47,21 +47,21 @@ def _manager(window: int, **options: Any) -> KVLayerGroupsManager:
     return KVLayerGroupsManager(caches, formats, _groups(window), lmcache_tokens_per_chunk=CHUNK, **options)
 
 
-def test_workers_that_move_blocks_themselves_take_one_group() -> None:
+def test_workers_that_move_blocks_themselves_take_one_group():
     """As on every CPU: `serve` starts LMCache's server with `--supported-transfer-mode engine_driven` there."""
     context = EngineDrivenTransferContext(1, SimpleNamespace())
     with pytest.raises(ValueError, match="does not support multiple KV transfer groups"):
         context.register({}, "m", 1, CHUNK // BLOCK, 1.0, engine_group_infos=_groups(CHUNK))
 
 
-def test_a_block_that_was_not_loaded_ends_an_engine_of_several_groups() -> None:
+def test_a_block_that_was_not_loaded_ends_an_engine_of_several_groups():
     """By such blocks a trained cartridge that is not all there is kept from being computed (`engine/whole.py`)."""
     engine: Any = SimpleNamespace(kv_cache_config=SimpleNamespace(kv_cache_groups=[0, 1]))
     with pytest.raises(RuntimeError, match="failed_recving"):
         Scheduler._handle_invalid_blocks(engine, {1}, {})
 
 
-def test_only_a_request_that_still_waits_for_lmcache_can_be_ended_by_its_name() -> None:
+def test_only_a_request_that_still_waits_for_lmcache_can_be_ended_by_its_name():
     """So one whose whole chunks vLLM has, or which LMCache found nothing for, would have to wait first."""
     requests = {
         name: SimpleNamespace(status=RequestStatus[status], num_computed_tokens=1)
@@ -71,7 +71,7 @@ def test_only_a_request_that_still_waits_for_lmcache_can_be_ended_by_its_name() 
     assert Scheduler._handle_failed_recving(engine, {"waits", "runs"}) == {"waits"}
 
 
-def test_a_server_that_moves_blocks_has_one_object_a_chunk_with_each_groups_layers_apart() -> None:
+def test_a_server_that_moves_blocks_has_one_object_a_chunk_with_each_groups_layers_apart():
     """So a chunk would have to lie in another order of layers than the model's."""
     manager = _manager(CHUNK)
     assert [tuple(group.layer_indices) for group in manager.kernel_groups] == list(LAYERS)
@@ -79,14 +79,14 @@ def test_a_server_that_moves_blocks_has_one_object_a_chunk_with_each_groups_laye
     assert len(_manager(CHUNK, separate_object_groups=True).object_groups) == 2
 
 
-def test_a_window_shorter_than_a_chunk_must_be_whole_blocks() -> None:
+def test_a_window_shorter_than_a_chunk_must_be_whole_blocks():
     """Of which it then keeps the last of each chunk alone."""
     assert _manager(BLOCK).get_subchunk_sw_size_tokens(0) == BLOCK
     with pytest.raises(ValueError, match="sliding window size 48 must be a multiple of tokens_per_block 32"):
         _manager(48)
 
 
-def test_lmcaches_server_brings_a_chunk_of_ours_into_each_groups_own_blocks() -> None:
+def test_lmcaches_server_brings_a_chunk_of_ours_into_each_groups_own_blocks():
     """By LMCache's own code, from the object as our adapter fills it: layers together that have blocks together."""
     blocks, groups = Blocks(vllm_config(), 8, layers=4), _groups(CHUNK)
     shape, order = blocks.shape(CHUNK), [layer for group in LAYERS for layer in group]

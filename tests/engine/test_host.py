@@ -8,8 +8,6 @@ import enum
 import re
 import sys
 import warnings
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -65,7 +63,7 @@ OVERRIDDEN = {"_get_or_create_request_tracker", "_get_request_tracker"}
 
 
 @pytest.fixture(params=[(part, path) for part, names in host.NAMES.items() for path in names], ids=lambda p: p[1])
-def taken(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[host.Part, str]]:
+def taken(request, monkeypatch):
     """A part and one of its names, which is not there any more."""
     part, path = request.param
     module, _, attributes = path.partition(":")
@@ -80,7 +78,7 @@ def taken(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     yield part, path
 
 
-def test_a_name_that_is_gone_is_named_at_start_with_the_versions(taken: tuple[host.Part, str]) -> None:
+def test_a_name_that_is_gone_is_named_at_start_with_the_versions(taken):
     part, path = taken
     with pytest.raises(UnsupportedEngine) as refused:
         host.verify(part)
@@ -89,7 +87,7 @@ def test_a_name_that_is_gone_is_named_at_start_with_the_versions(taken: tuple[ho
 
 
 @pytest.mark.parametrize("part", host.NAMES)
-def test_what_is_installed_is_accepted(part: host.Part) -> None:
+def test_what_is_installed_is_accepted(part):
     host.verify(part)
 
 
@@ -108,9 +106,7 @@ def test_what_is_installed_is_accepted(part: host.Part) -> None:
         ("api", "vllm.entrypoints.openai.completion.protocol:CompletionRequest", lambda model, prompt: object()),
     ],
 )
-def test_a_name_that_means_something_else_is_refused(
-    part: host.Part, path: str, changed: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_name_that_means_something_else_is_refused(part, path, changed, monkeypatch):
     module, _, attributes = path.partition(":")
     monkeypatch.setattr(f"{host.module(module).__name__}.{attributes}", changed)
     with pytest.raises(UnsupportedEngine, match=attributes.partition(".")[0]):
@@ -129,9 +125,7 @@ def test_a_name_that_means_something_else_is_refused(
         ("in-process", "lmcache.v1.gpu_connector.gpu_connectors:GPUConnectorInterface", "inject:EngineWriteConnector"),
     ],
 )
-def test_a_method_that_a_release_asks_for_and_we_have_not_is_named_at_start(
-    part: host.Part, base: str, ours: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_method_that_a_release_asks_for_and_we_have_not_is_named_at_start(part, base, ours, monkeypatch):
     classes = []
     for path in (base, f"{PACKAGE}.engine.{ours}"):
         module, _, name = path.partition(":")
@@ -147,9 +141,7 @@ def test_a_method_that_a_release_asks_for_and_we_have_not_is_named_at_start(
     host.verify(part)
 
 
-def test_a_module_is_taken_from_where_lmcache_moved_it_else_from_where_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_module_is_taken_from_where_lmcache_moved_it_else_from_where_it_was(tmp_path, monkeypatch):
     """With a package in LMCache's place: LMCache has either."""
     files = {
         "moved": "here = 'old'", "inprocess/moved": "here = 'new'", "stays": "here = 'old'", "broken": "",
@@ -180,7 +172,7 @@ def _connector(**manager: Any) -> Any:
     return SimpleNamespace(_lmcache_engine=adapter)
 
 
-def test_lmcache_behind_its_connector_is_refused_where_a_part_is_not_where_it_was() -> None:
+def test_lmcache_behind_its_connector_is_refused_where_a_part_is_not_where_it_was():
     engine = SimpleNamespace(storage_manager=SimpleNamespace(storage_backends={"a": "backend"}))
     assert host_inprocess.InProcess(_connector()).failure == "no memory"
     assert host_inprocess.InProcess(_connector(lmcache_engine=engine)).backends() == ["backend"]
@@ -201,7 +193,7 @@ def test_lmcache_behind_its_connector_is_refused_where_a_part_is_not_where_it_wa
             host_inprocess.InProcess(_connector(lmcache_engine=broken)).backends()
 
 
-def test_another_way_of_naming_chunks_is_refused_at_start() -> None:
+def test_another_way_of_naming_chunks_is_refused_at_start():
     def hasher(process: Any) -> Any:
         database = SimpleNamespace(**{"process_tokens": process} if process else {})
         return host_inprocess.hasher(SimpleNamespace(token_database=database, config=SimpleNamespace(chunk_size=4)))
@@ -218,7 +210,7 @@ def test_another_way_of_naming_chunks_is_refused_at_start() -> None:
             hasher(other)
 
 
-def test_a_connector_that_does_not_ask_for_the_models_name_is_refused() -> None:
+def test_a_connector_that_does_not_ask_for_the_models_name_is_refused():
     from lmcache.integration.vllm import lmcache_mp_connector
 
     with host.model_name("mine"):
@@ -227,7 +219,7 @@ def test_a_connector_that_does_not_ask_for_the_models_name_is_refused() -> None:
         pass
 
 
-def test_handlers_that_cannot_be_wrapped_are_refused() -> None:
+def test_handlers_that_cannot_be_wrapped_are_refused():
     def wrap(state: Any) -> None:
         ours, guard, shown = (lambda inner, what=what: [what, inner] for what in ("ours", "guard", "shown"))
         host_api.wrap_handlers(state, client, ours, guard, shown)
@@ -271,7 +263,7 @@ def _inherited_private(source: str) -> set[str]:
     return {n.attr for n in used if re.match("_[^_]", n.attr) and n.attr not in own}
 
 
-def test_the_readers_of_these_tests_miss_nothing() -> None:
+def test_the_readers_of_these_tests_miss_nothing():
     source = """
 import vllm
 from lmcache.v1 import x
@@ -289,14 +281,14 @@ class D(C):
 
 
 @pytest.mark.parametrize("module", [m for m in FILES if m not in HOSTS])
-def test_no_other_file_uses_what_is_not_promised(module: str) -> None:
+def test_no_other_file_uses_what_is_not_promised(module):
     found = _host_imports(SOURCES[module], module)
     assert [(owner, name) for owner, name in found if name not in PROMISED.get(owner, ())] == []
     if any(owner.partition(".")[0] in ("vllm", "lmcache") for owner, _ in found):
         assert _inherited_private(SOURCES[module]) <= OVERRIDDEN
 
 
-def test_every_name_that_the_files_import_is_verified_at_start() -> None:
+def test_every_name_that_the_files_import_is_verified_at_start():
     verified = {
         (path.partition(":")[0], path.partition(":")[2].partition(".")[0])
         for names in host.NAMES.values()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -26,13 +25,13 @@ CACHED = [0, 1, 31, 32, 63, 64, 65, 100, 127]
 
 
 @pytest.fixture(scope="module", params=[32, 128], ids=["copied", "written"])
-def blocks(request: pytest.FixtureRequest) -> Blocks:
+def blocks(request):
     """384 slots in blocks that make up a chunk, which are copied, or in blocks that are larger than it."""
     return Blocks(vllm_config(block_size=request.param), 384 // request.param)
 
 
 @pytest.fixture
-def connector(blocks: Blocks) -> EngineWriteConnector:
+def connector(blocks):
     return blocks.connector(CHUNK)
 
 
@@ -56,7 +55,7 @@ def _others(blocks: Blocks, slots: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("block", [16, 32, 128])
-def test_chunks_land_exactly_in_scattered_slots_of_every_packing(block: int, dtype: str) -> None:
+def test_chunks_land_exactly_in_scattered_slots_of_every_packing(block, dtype):
     blocks = Blocks(vllm_config(block_size=block, dtype=dtype), 384 // block)
     kv, slots, before = blocks.noise(2 * CHUNK), blocks.scattered(2 * CHUNK), blocks.kv()
     connector = blocks.connector(CHUNK)
@@ -67,7 +66,7 @@ def test_chunks_land_exactly_in_scattered_slots_of_every_packing(block: int, dty
     assert torch.equal(after[:, :, others], before[:, :, others])
 
 
-def test_reading_blocks_back_sees_a_single_wrong_element(blocks: Blocks, connector: EngineWriteConnector) -> None:
+def test_reading_blocks_back_sees_a_single_wrong_element(blocks, connector):
     """The control of every comparison here: it fails for one element, and for K in the place of V."""
     kv, slots = blocks.noise(CHUNK), blocks.scattered(CHUNK)
     for wrong in (kv.clone(), kv.flip(0), kv.flip(1), kv.flip(3), kv.roll(1, 2), kv.roll(1, 4)):
@@ -79,9 +78,7 @@ def test_reading_blocks_back_sees_a_single_wrong_element(blocks: Blocks, connect
 
 @pytest.mark.parametrize("place", ["scattered", "whole"])
 @pytest.mark.parametrize("cached", [*CACHED, 96, 2 * CHUNK])
-def test_slots_that_vllm_has_cached_itself_stay_as_they_are(
-    blocks: Blocks, connector: EngineWriteConnector, cached: int, place: str
-) -> None:
+def test_slots_that_vllm_has_cached_itself_stay_as_they_are(blocks, connector, cached, place):
     kv, slots, before = blocks.noise(2 * CHUNK, seed=cached), getattr(blocks, place)(2 * CHUNK), blocks.kv()
     connector.batched_to_gpu(*_chunks(blocks, kv, connector), slot_mapping=slots, vllm_cached_tokens=cached)
     after = blocks.kv()
@@ -100,8 +97,8 @@ def test_slots_that_vllm_has_cached_itself_stay_as_they_are(
     ],
 )  # fmt: skip
 def test_a_chunk_of_another_size_or_for_more_or_fewer_tokens_is_not_written(
-    blocks: Blocks, connector: EngineWriteConnector, share: float, tokens: int, cached: int, reason: str
-) -> None:
+    blocks, connector, share, tokens, cached, reason
+):
     """vLLM's op would read past the chunk's end, or leave slots as they are."""
     before, chunk = (
         blocks.kv(),
@@ -112,7 +109,7 @@ def test_a_chunk_of_another_size_or_for_more_or_fewer_tokens_is_not_written(
     assert torch.equal(blocks.kv(), before)
 
 
-def test_whole_blocks_are_copied_and_nothing_else_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whole_blocks_are_copied_and_nothing_else_is(monkeypatch):
     """The engine's op is what copying saves; it is still called where a block is not filled from its start to its end."""
     blocks = Blocks(vllm_config(), 12)
     connector = blocks.connector(CHUNK)
@@ -138,7 +135,7 @@ def test_whole_blocks_are_copied_and_nothing_else_is(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("order", ["0123", "3210", "0246", "7", "2031", "66", "0167"])
 @pytest.mark.parametrize("cached", [0, 96])
-def test_chunks_are_copied_bit_for_bit_from_wherever_they_lie_in_memory(order: str, cached: int) -> None:
+def test_chunks_are_copied_bit_for_bit_from_wherever_they_lie_in_memory(order, cached):
     """Any bits, such as those of NaN that arithmetic would change; slots of a slab at equal distances and at others."""
     blocks = Blocks(vllm_config(), 16)
     connector, size = blocks.connector(CHUNK), blocks.shape(CHUNK).size_bytes
@@ -155,7 +152,7 @@ def test_chunks_are_copied_bit_for_bit_from_wherever_they_lie_in_memory(order: s
         assert torch.equal(cache.flatten(1).view(torch.uint8), expected[name])
 
 
-def test_chunks_that_are_not_aligned_are_written_all_the_same() -> None:
+def test_chunks_that_are_not_aligned_are_written_all_the_same():
     blocks = Blocks(vllm_config(), 12)
     connector, kv, slots = blocks.connector(CHUNK), blocks.noise(CHUNK), blocks.whole(CHUNK)
     (chunk,), starts, ends = _chunks(blocks, kv, connector)
@@ -166,21 +163,21 @@ def test_chunks_that_are_not_aligned_are_written_all_the_same() -> None:
 
 
 @pytest.mark.parametrize(("block", "chunk"), [(128, 64), (32, 48), (64, 32)])
-def test_chunks_that_are_not_made_of_whole_blocks_are_not_packed_in_blocks(block: int, chunk: int) -> None:
+def test_chunks_that_are_not_made_of_whole_blocks_are_not_packed_in_blocks(block, chunk):
     blocks = Blocks(vllm_config(block_size=block), 4)
     connector = EngineWriteConnector()
     connector.bind(blocks.caches, blocks.layers, blocks.shape(chunk))
     assert connector.layout == "heads"
 
 
-def test_caches_that_the_op_cannot_write_to_are_refused_when_they_are_bound() -> None:
+def test_caches_that_the_op_cannot_write_to_are_refused_when_they_are_bound():
     blocks = Blocks(vllm_config(), 12)
     apart = {name: cache.transpose(1, 2).contiguous().transpose(1, 2) for name, cache in blocks.caches.items()}
     assert "cannot write to its KV cache" in _refused(blocks, apart, blocks.layers)
 
 
 @pytest.mark.parametrize("wrong", ["nothing", "keys twice", "one slot too few"])
-def test_an_op_that_writes_other_kv_than_it_is_given_is_refused(blocks: Blocks, wrong: str) -> None:
+def test_an_op_that_writes_other_kv_than_it_is_given_is_refused(blocks, wrong):
     """Renamed or with another meaning, the op would fill live blocks with something else, and nobody would notice."""
     name, right = list(blocks.caches)[1], blocks.layers[list(blocks.caches)[1]]
 
@@ -196,7 +193,7 @@ def test_an_op_that_writes_other_kv_than_it_is_given_is_refused(blocks: Blocks, 
     assert f"layer {name} writes other KV" in _refused(blocks, blocks.caches, {**blocks.layers, name: layer})
 
 
-def test_layers_are_taken_by_number_whatever_order_they_come_in() -> None:
+def test_layers_are_taken_by_number_whatever_order_they_come_in():
     """Twelve layers: as text, layer 10 comes before layer 2."""
     blocks = Blocks(vllm_config(), 4, layers=12)
     names = list(blocks.caches)
@@ -225,14 +222,14 @@ def _refused(blocks: Blocks, caches: dict, layers: dict) -> str:
     ],
     ids=["without the first", "a middle one", "the last", "one too many", "one twice", "not from zero"],
 )  # fmt: skip
-def test_an_engine_that_does_not_cache_each_layer_once_is_refused(blocks: Blocks, names: list) -> None:
+def test_an_engine_that_does_not_cache_each_layer_once_is_refused(blocks, names):
     known, cache, layer = list(blocks.caches), *(next(iter(d.values())) for d in (blocks.caches, blocks.layers))
     own = [name if isinstance(name, str) else known[name] for name in names]
     reason = _refused(blocks, dict.fromkeys(own, cache), dict.fromkeys(own, layer))
     assert "are not those of layers 0 to 2" in reason and all(name in reason for name in own)
 
 
-def test_a_stage_of_a_pipeline_has_its_own_layers_and_no_others(blocks: Blocks) -> None:
+def test_a_stage_of_a_pipeline_has_its_own_layers_and_no_others(blocks):
     cache, layer = (next(iter(d.values())) for d in (blocks.caches, blocks.layers))
     own = [f"model.layers.{number}.self_attn.attn" for number in (3, 4, 5)]
     connector, caches, layers = EngineWriteConnector(), dict.fromkeys(own, cache), dict.fromkeys(own, layer)
@@ -242,7 +239,7 @@ def test_a_stage_of_a_pipeline_has_its_own_layers_and_no_others(blocks: Blocks) 
     connector.bind(caches, layers, blocks.shape(CHUNK), first_layer=3)
 
 
-def test_a_layer_or_cache_that_cannot_be_written_is_refused_with_its_name(blocks: Blocks) -> None:
+def test_a_layer_or_cache_that_cannot_be_written_is_refused_with_its_name(blocks):
     """The layers are stand-ins: no attention backend of vLLM's for CPU lacks the op."""
     name = list(blocks.caches)[1]
     cache = blocks.caches[name]
@@ -257,7 +254,7 @@ def test_a_layer_or_cache_that_cannot_be_written_is_refused_with_its_name(blocks
         assert name in reason and str(list(strange.shape)) in reason
 
 
-def test_lmcache_builds_its_engine_on_cpu_only_with_our_connector(tmp_path: Path) -> None:
+def test_lmcache_builds_its_engine_on_cpu_only_with_our_connector(tmp_path):
     config = lmcache_config(Settings(home=tmp_path))
     gpu_connector = module("lmcache.v1.gpu_connector")
     metadata, original = lmcache_metadata(config, vllm_config()), gpu_connector.CreateGPUConnector

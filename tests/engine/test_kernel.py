@@ -118,7 +118,7 @@ def _cuda(
 
 
 @pytest.mark.parametrize("cached", [0, 1, 16, 63, 64, 100, 127, 128])
-def test_chunks_land_as_the_op_writes_them_and_what_vllm_has_cached_stays(cached: int) -> None:
+def test_chunks_land_as_the_op_writes_them_and_what_vllm_has_cached_stays(cached):
     ours, theirs = _engine(), _engine()
     connector, kv = ours.connector(), _kv(2 * CHUNK)
     assert connector.layout == "fused"
@@ -130,7 +130,7 @@ def test_chunks_land_as_the_op_writes_them_and_what_vllm_has_cached_stays(cached
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize(("heads", "block"), [(1, 16), (2, 128), (8, 32)])
-def test_what_the_op_wrote_is_saved_and_written_again(dtype: torch.dtype, heads: int, block: int) -> None:
+def test_what_the_op_wrote_is_saved_and_written_again(dtype, heads, block):
     """A block may be larger than a chunk: rows are moved one by one."""
     engine, kv = _engine(dtype=dtype, heads=heads, block=block), _kv(2 * CHUNK, heads, dtype)
     connector = engine.connector(saves=True)
@@ -155,7 +155,7 @@ def _zeroed(memory: torch.Tensor, engine: Engine, slots: torch.Tensor) -> torch.
     return memory * kept
 
 
-def test_bytes_for_a_quantised_cache_are_those_of_the_op() -> None:
+def test_bytes_for_a_quantised_cache_are_those_of_the_op():
     ours, theirs, kv = _engine(dtype=torch.uint8), _engine(dtype=torch.uint8), _kv(CHUNK)
     connector = ours.connector(computed=torch.bfloat16)
     assert connector.layout == "fused"
@@ -169,7 +169,7 @@ def test_bytes_for_a_quantised_cache_are_those_of_the_op() -> None:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_every_order_of_vllms_goes_through_the_cuda_kernel(monkeypatch: pytest.MonkeyPatch, order: str) -> None:
+def test_every_order_of_vllms_goes_through_the_cuda_kernel(monkeypatch, order):
     monkeypatch.setattr(device_ops, "multi_layer_kv_transfer", _cuda, raising=False)
     ours, theirs, kv = _engine(order), _engine(order), _kv(2 * CHUNK)
     connector = ours.connector(saves=True)
@@ -219,20 +219,18 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_a_kernel_that_moves_other_bytes_is_refused_and_the_op_used(
-    monkeypatch: pytest.MonkeyPatch, wrong: str
-) -> None:
+def test_a_kernel_that_moves_other_bytes_is_refused_and_the_op_used(monkeypatch, wrong):
     """The controls of the probe: an LMCache in which the kernel means something else never touches a live cache."""
     monkeypatch.setattr(device_ops, "multi_layer_kv_transfer", WRONG[wrong], raising=False)
     _is_written_by_the_op(_engine(), "LMCache's kernel")
 
 
 @pytest.mark.parametrize("order", ["HND", "blocks first"])
-def test_what_torchs_version_cannot_do_is_done_by_the_op(order: str) -> None:
+def test_what_torchs_version_cannot_do_is_done_by_the_op(order):
     _is_written_by_the_op(_engine(order), "kernel cannot move these blocks")
 
 
-def test_layers_that_lie_in_memory_each_in_a_way_of_its_own_are_written_by_the_op() -> None:
+def test_layers_that_lie_in_memory_each_in_a_way_of_its_own_are_written_by_the_op():
     engine = _engine()
     last = list(engine.caches)[-1]
     engine.caches[last] = _engine("HND").caches[last]

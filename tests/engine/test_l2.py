@@ -100,7 +100,7 @@ class Home(NamedTuple):
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> Home:
+def home(tmp_path):
     home = Home(tmp_path / "home", Registry(tmp_path / "home" / "registry.sqlite"), {})
     for name, options in CARTRIDGES.items():
         home.make(name, **options)
@@ -253,7 +253,7 @@ def asked(workers: ControlClient, tag: str, wait_s: float = 0.0) -> dict[str, An
 
 
 @pytest.mark.parametrize("layout", [LAYOUT, tiles.layout("amx", BLOCK), f"{LAYOUT}/blocks", "fused"])
-def test_lmcache_gets_a_documents_whole_chunks_bit_by_bit(home: Home, layout: str) -> None:
+def test_lmcache_gets_a_documents_whole_chunks_bit_by_bit(home, layout):
     shape, dtype = (3, CHUNK, 256), torch.bfloat16
     if layout.endswith("/blocks"):
         shape, dtype = (3, CHUNK, 64), torch.int64
@@ -272,7 +272,7 @@ def test_lmcache_gets_a_documents_whole_chunks_bit_by_bit(home: Home, layout: st
 GROUPS = ((0, 2), (1,))
 
 
-def test_lmcache_gets_the_layers_of_each_group_together(home: Home) -> None:
+def test_lmcache_gets_the_layers_of_each_group_together(home):
     """As its server moves them where full and sliding layers have blocks of their own."""
     with serving(home) as server:
         confirmed = server.report(groups=GROUPS)
@@ -295,9 +295,7 @@ def test_lmcache_gets_the_layers_of_each_group_together(home: Home) -> None:
         MemoryLayoutDesc([torch.Size((2, CHUNK // 2, 256)), torch.Size((1, CHUNK, 256))], [torch.bfloat16] * 2),
     ],
 )
-def test_an_engine_whose_server_has_no_room_for_all_of_a_chunk_is_refused_at_its_start(
-    home: Home, desc: MemoryLayoutDesc
-) -> None:
+def test_an_engine_whose_server_has_no_room_for_all_of_a_chunk_is_refused_at_its_start(home, desc):
     with serving(home) as server, pytest.raises(UnsupportedEngine, match="sliding window"):
         confirm(str(server.socket), server.report(groups=GROUPS), server.check(desc=desc))
 
@@ -314,7 +312,7 @@ sys.exit(len(listener.accept()[0].recv(1)))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="takes root to listen as another user at a socket that is ours")
-def test_nothing_is_reported_to_another_users_process_though_the_socket_is_ours(home: Home, tmp_path: Path) -> None:
+def test_nothing_is_reported_to_another_users_process_though_the_socket_is_ours(home, tmp_path):
     command = [sys.executable, "-c", _LISTEN, tmp_path / "socket"]
     with serving(home) as server, subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout.readline() == "listening\n"
@@ -326,7 +324,7 @@ def test_nothing_is_reported_to_another_users_process_though_the_socket_is_ours(
 # Trained cartridges, tenants, adapters.
 
 
-def test_identity_tokens_alone_give_nobody_the_cartridge(home: Home) -> None:
+def test_identity_tokens_alone_give_nobody_the_cartridge(home):
     with serving(home) as server:
         digest = home.made["trained"].manifest.digest
         salt = claimed(server, digest)
@@ -342,7 +340,7 @@ def test_identity_tokens_alone_give_nobody_the_cartridge(home: Home) -> None:
             assert server.ask(prompt(home, "trained"), tag_salt(digest, own)) == 3, "each tenant's own copy"
 
 
-def test_no_client_can_spell_the_salt_of_a_tag_of_another_client_or_of_an_adapter() -> None:
+def test_no_client_can_spell_the_salt_of_a_tag_of_another_client_or_of_an_adapter():
     digest = "ab" * 32
     for params in (None, {}, {"cartridge": {"must_inject": 3}}, {"lmcache.skip_save": True}):
         assert (key_salt(params), key_salt(params, "a tenant's")) == ("", "a tenant's"), "LMCache's quotas are by salt"
@@ -372,9 +370,7 @@ _DOCUMENT = make_ids(5 * 8 + 3, 4)
 
 
 @given(st.integers(0, 5), st.integers(0, 39), st.sampled_from([None, "t", "u", "t ", "T"]))
-def test_what_follows_a_cartridge_is_each_tenants_own_where_all_have_its_salt(
-    chunks: int, place: int, own: str | None
-) -> None:
+def test_what_follows_a_cartridge_is_each_tenants_own_where_all_have_its_salt(chunks, place, own):
     """By keys of chunks of 8 tokens, of which the cartridge has the first `chunks`."""
     digest, hasher = "ab" * 32, TokenHasher(8)
 
@@ -403,9 +399,7 @@ def test_what_follows_a_cartridge_is_each_tenants_own_where_all_have_its_salt(
         ({"fingerprint": msgspec.structs.replace(FINGERPRINT, config_digest="f" * 64)}, 64, "doc", "mismatch"),
     ],
 )  # fmt: skip
-def test_a_claim_that_cannot_be_kept_is_refused_with_the_reason(
-    home: Home, report: dict[str, Any], chunks: int, name: str, reason: str | None
-) -> None:
+def test_a_claim_that_cannot_be_kept_is_refused_with_the_reason(home, report, chunks, name, reason):
     """An engine that recomputes what it loses, an LMCache with room for three chunks, another model."""
     with serving(home, l1_bytes=chunks * packed(home.made["doc"], 0).numel()) as server:
         workers = ControlClient([server.confirm(**report)])
@@ -427,7 +421,7 @@ def test_a_claim_that_cannot_be_kept_is_refused_with_the_reason(
 # Failing closed.
 
 
-def test_nothing_is_served_but_to_an_engine_that_confirmed_itself_and_by_its_geometry(home: Home) -> None:
+def test_nothing_is_served_but_to_an_engine_that_confirmed_itself_and_by_its_geometry(home):
     shapes = (3, CHUNK, 128), (2, 3, CHUNK, 128), (3, 2 * CHUNK, 256), (4, CHUNK, 256), (3, 256, CHUNK)
     wrong: list[dict[str, Any]] = [{"shape": shape} for shape in shapes]
     wrong += [{"dtype": torch.float16}, {"dtype": torch.float32}, {"group": 1}]
@@ -447,9 +441,7 @@ def test_nothing_is_served_but_to_an_engine_that_confirmed_itself_and_by_its_geo
         ({"heads": 1}, "has 1 KV heads, not 2"), ({"chunk_tokens": 32}, None),
     ],
 )  # fmt: skip
-def test_a_report_that_cannot_be_served_is_refused_alone_or_beside_one_of_the_same_name(
-    home: Home, wrong: dict[str, Any], alone: str | None
-) -> None:
+def test_a_report_that_cannot_be_served_is_refused_alone_or_beside_one_of_the_same_name(home, wrong, alone):
     with serving(home) as server:
         if alone:
             with pytest.raises(UnsupportedEngine, match=alone):
@@ -460,7 +452,7 @@ def test_a_report_that_cannot_be_served_is_refused_alone_or_beside_one_of_the_sa
             server.confirm(**wrong)
 
 
-def test_an_engine_of_another_name_gets_the_memory_of_one_that_is_gone_and_never_that_of_another(home: Home) -> None:
+def test_an_engine_of_another_name_gets_the_memory_of_one_that_is_gone_and_never_that_of_another(home):
     new = key_name("/models/small", "other weights")
     with serving(home) as server:
         server.confirm()
@@ -485,7 +477,7 @@ def test_an_engine_of_another_name_gets_the_memory_of_one_that_is_gone_and_never
         assert server.ask(prompt(home, "doc"), model=new) == 4
 
 
-def test_engines_that_share_an_lmcache_server_share_the_memory_too(home: Home) -> None:
+def test_engines_that_share_an_lmcache_server_share_the_memory_too(home):
     with serving(home, engines=2) as server:
         for name in (MODEL, key_name("/models/small", "other weights")):
             server.confirm(model_name=name)
@@ -496,7 +488,7 @@ def test_engines_that_share_an_lmcache_server_share_the_memory_too(home: Home) -
         assert sum(engine["tiers"]["cpu"]["budget_bytes"] for engine in engines) <= 4 << 20
 
 
-def test_engines_that_differ_in_anything_have_other_keys() -> None:
+def test_engines_that_differ_in_anything_have_other_keys():
     other = msgspec.structs.replace(FINGERPRINT, weights_digest="e2" * 32)
     facts = (
         ("m", FINGERPRINT, 32, True),
@@ -514,7 +506,7 @@ def test_engines_that_differ_in_anything_have_other_keys() -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["sha256_cbor", "builtin"])
-def test_an_engine_whose_server_names_chunks_by_another_hash_is_refused(home: Home, algorithm: str) -> None:
+def test_an_engine_whose_server_names_chunks_by_another_hash_is_refused(home, algorithm):
     with serving(home) as server:
         check = server.check(algorithm=algorithm)
         for reason in ("by another algorithm than blake3", "another LMCache server"):
@@ -523,7 +515,7 @@ def test_an_engine_whose_server_names_chunks_by_another_hash_is_refused(home: Ho
             assert server.ask(prompt(home, "doc")) == 0, "nobody has confirmed anything"
 
 
-def test_a_check_waits_for_no_other_lookup(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_waits_for_no_other_lookup(home, monkeypatch):
     with serving(home) as server:
         server.confirm()
         go_on, salt = threading.Event(), check_salt()
@@ -535,7 +527,7 @@ def test_a_check_waits_for_no_other_lookup(home: Home, monkeypatch: pytest.Monke
         go_on.set()
 
 
-def test_garbage_at_the_socket_hurts_nobody(home: Home) -> None:
+def test_garbage_at_the_socket_hurts_nobody(home):
     with serving(home) as server:
         for data in (b"", b"\x05", b"\x04\0\0\0oops", b"\xff\xff\xff\xff", b"\x01\0\0\0\x80"):
             with socket.socket(socket.AF_UNIX) as stranger:
@@ -549,9 +541,7 @@ def test_garbage_at_the_socket_hurts_nobody(home: Home) -> None:
 
 
 @pytest.mark.parametrize(("method", "hits"), [("lookup", 0), ("lend", 0), ("release", 4), ("lend the third", 2)])
-def test_an_error_in_the_store_is_a_miss_and_a_lost_chunk_ends_the_prefix(
-    home: Home, method: str, hits: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_in_the_store_is_a_miss_and_a_lost_chunk_ends_the_prefix(home, method, hits, monkeypatch):
     method, _, lost = method.partition(" ")
     real = getattr(CartridgeStore, method)
 
@@ -569,7 +559,7 @@ def test_an_error_in_the_store_is_a_miss_and_a_lost_chunk_ends_the_prefix(
         assert server.ask(prompt(home, "other")) == 3
 
 
-def test_a_lookup_that_never_ends_is_answered_with_a_miss(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lookup_that_never_ends_is_answered_with_a_miss(home, monkeypatch):
     monkeypatch.setattr(l2, "_LOOKUP_GRACE_S", 1.0)
     with serving(home, lookup_timeout_s=0.1) as server:
         server.confirm()
@@ -583,9 +573,7 @@ def test_a_lookup_that_never_ends_is_answered_with_a_miss(home: Home, monkeypatc
         until(lambda: server.cpu()["leased"] == 0)  # what came late does not stay leased
 
 
-def test_nothing_is_written_into_a_buffer_after_its_load_was_answered(
-    home: Home, monkeypatch: pytest.MonkeyPatch, fills: list[int]
-) -> None:
+def test_nothing_is_written_into_a_buffer_after_its_load_was_answered(home, monkeypatch, fills):
     monkeypatch.setattr(l2, "_LOAD_DEADLINE_S", 1.0)
     with serving(home) as server:
         server.confirm()
@@ -609,7 +597,7 @@ def test_nothing_is_written_into_a_buffer_after_its_load_was_answered(
 
 
 @pytest.fixture
-def fills(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def fills(monkeypatch):
     """A list that has one more for each chunk that LMCache is handed."""
     fills, fill = [], l2._fill
     monkeypatch.setattr(l2, "_fill", lambda *args: (fills.append(1), fill(*args)))
@@ -617,9 +605,7 @@ def fills(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("http", [None, "http://127.0.0.1:1"])
-def test_copies_that_cannot_be_dropped_stay_and_the_log_says_so(
-    home: Home, http: str | None, fills: list[int], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_copies_that_cannot_be_dropped_stay_and_the_log_says_so(home, http, fills, caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("lmcache_cartridge"), "propagate", True)
     with serving(home, lmcache_http=http) as server, caplog.at_level(logging.INFO):
         workers = ControlClient([server.confirm()])
@@ -633,7 +619,7 @@ def test_copies_that_cannot_be_dropped_stay_and_the_log_says_so(
 # The contract by itself.
 
 
-def test_a_result_is_handed_out_once_and_its_bitmap_fits_its_keys(home: Home) -> None:
+def test_a_result_is_handed_out_once_and_its_bitmap_fits_its_keys(home):
     with serving(home) as server:
         server.confirm()
         adapter = server.adapter
@@ -649,7 +635,7 @@ def test_a_result_is_handed_out_once_and_its_bitmap_fits_its_keys(home: Home) ->
 
 
 @pytest.mark.parametrize("ack", [True, False])
-def test_stores_are_answered_at_once_and_nothing_is_kept(home: Home, ack: bool) -> None:
+def test_stores_are_answered_at_once_and_nothing_is_kept(home, ack):
     with serving(home, store_ack=ack) as server:
         server.confirm()
         task = server.adapter.submit_store_task(server.keys(make_ids(3 * CHUNK, 44), ANYBODY), [])
@@ -659,7 +645,7 @@ def test_stores_are_answered_at_once_and_nothing_is_kept(home: Home, ack: bool) 
         assert server.ask(make_ids(3 * CHUNK, 44)) == 0
 
 
-def test_closing_waits_for_what_is_being_written(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_waits_for_what_is_being_written(home, monkeypatch):
     started, done, fill = threading.Event(), threading.Event(), l2._fill
 
     def slow(*args: Any) -> None:
@@ -681,7 +667,7 @@ def test_closing_waits_for_what_is_being_written(home: Home, monkeypatch: pytest
     assert adapter.query_lookup_and_lock_result(1) is None
 
 
-def test_a_start_with_wrong_parameters_or_a_socket_that_is_not_its_own_is_refused(home: Home, tmp_path: Path) -> None:
+def test_a_start_with_wrong_parameters_or_a_socket_that_is_not_its_own_is_refused(home, tmp_path):
     own = {"home": str(home.path), "control": str(home.path / "s" / "c")}
     for params in ({"control": None}, {"store_ack": "yes"}, {"cpu_bites": 3}, {"engines": 0}):
         with pytest.raises(SettingsError, match=next(iter(params))):

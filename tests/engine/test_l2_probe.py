@@ -44,7 +44,7 @@ def _caches(names: str = "ab", dtype: torch.dtype = torch.bfloat16, shape: tuple
 
 
 @pytest.mark.parametrize("block", [32, 64, 128])
-def test_this_machines_real_layers_are_recognised_and_their_blocks_left_alone(block: int) -> None:
+def test_this_machines_real_layers_are_recognised_and_their_blocks_left_alone(block):
     blocks = Blocks(vllm_config(block_size=block), 3)
     before = {name: cache.clone() for name, cache in blocks.caches.items()}
     isa = {layer.isa for layer in blocks.layers.values()}
@@ -58,7 +58,7 @@ def test_this_machines_real_layers_are_recognised_and_their_blocks_left_alone(bl
 @pytest.mark.parametrize(
     ("isa", "found"), [("vec", "vec/32"), ("vec16", "vec/32"), pytest.param("amx", "amx/32", marks=needs_avx512)]
 )
-def test_every_packing_of_the_x86_ops_is_told_apart(isa: str, found: str) -> None:
+def test_every_packing_of_the_x86_ops_is_told_apart(isa, found):
     blocks = Blocks(vllm_config(), 3)
     for layer in blocks.layers.values():
         layer.isa = isa
@@ -66,13 +66,13 @@ def test_every_packing_of_the_x86_ops_is_told_apart(isa: str, found: str) -> Non
     assert written_layout(blocks.caches, blocks.layers, in_blocks=True) == f"{found}/blocks"
 
 
-def test_keys_beside_values_are_recognised() -> None:
+def test_keys_beside_values_are_recognised():
     layers = {name: _Layer(_beside) for name in "ab"}
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         assert written_layout(_caches(dtype=dtype), layers) == "fused"
 
 
-def test_a_cache_whose_heads_are_strided_is_probed_as_it_is() -> None:
+def test_a_cache_whose_heads_are_strided_is_probed_as_it_is():
     caches = {name: cache.transpose(1, 2).contiguous().transpose(1, 2) for name, cache in _caches().items()}
     seen = []
 
@@ -97,13 +97,13 @@ def test_a_cache_whose_heads_are_strided_is_probed_as_it_is() -> None:
     ],
     ids=["values first", "heads", "tokens", "elements", "quantised", "half of it", "nothing"],
 )
-def test_a_layout_that_is_not_known_is_refused(write: Any) -> None:
+def test_a_layout_that_is_not_known_is_refused(write):
     for in_blocks in (False, True):
         with pytest.raises(UnsupportedEngine, match="not known"):
             written_layout(_caches(), {name: _Layer(write) for name in "ab"}, in_blocks=in_blocks)
 
 
-def test_whole_blocks_that_are_not_known_are_refused() -> None:
+def test_whole_blocks_that_are_not_known_are_refused():
     """Views of a block as tokens cannot be copied in whole; neither can blocks whose heads lie apart."""
     with pytest.raises(UnsupportedEngine, match="not known"):
         written_layout(_caches(), {name: _Layer(_beside) for name in "ab"}, in_blocks=True)
@@ -114,7 +114,7 @@ def test_whole_blocks_that_are_not_known_are_refused() -> None:
 
 
 @pytest.mark.parametrize("swapped", [(0, 1), (0, -1), (64, 65)])
-def test_one_swap_of_two_elements_makes_a_layout_unknown(swapped: tuple[int, int]) -> None:
+def test_one_swap_of_two_elements_makes_a_layout_unknown(swapped):
     """The engine's own op, but for one pair of elements of every head and block: as an instruction set of tomorrow."""
     blocks = Blocks(vllm_config(), 3)
 
@@ -131,7 +131,7 @@ def test_one_swap_of_two_elements_makes_a_layout_unknown(swapped: tuple[int, int
 
 
 @needs_avx512
-def test_layers_that_write_differently_are_refused() -> None:
+def test_layers_that_write_differently_are_refused():
     blocks = Blocks(vllm_config(), 3)
     last = list(blocks.layers)[-1]
     blocks.layers[last].isa = "vec" if blocks.layers[last].isa == "amx" else "amx"
@@ -140,11 +140,11 @@ def test_layers_that_write_differently_are_refused() -> None:
 
 
 @pytest.mark.parametrize("shape", [(2, 4, 32, 2, 64), (4, 32, 576)])
-def test_caches_of_another_form_are_refused(shape: tuple[int, ...]) -> None:
+def test_caches_of_another_form_are_refused(shape):
     with pytest.raises(UnsupportedEngine, match="cannot be probed"):
         written_layout(_caches(shape=shape), {name: _Layer(_beside) for name in "ab"})
 
 
-def test_a_layer_that_cannot_be_asked_is_refused() -> None:
+def test_a_layer_that_cannot_be_asked_is_refused():
     with pytest.raises(UnsupportedEngine, match="layer b"):
         written_layout(_caches(), {"a": _Layer(_beside)})

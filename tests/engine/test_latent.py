@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,11 +32,11 @@ IDS, MORE = list(range(5, 105)), list(range(250, 330))
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> CausalModel:
+def model(tmp_path_factory):
     return CausalModel(str(make_model(tmp_path_factory.mktemp("latent") / "model", FAMILIES["deepseek-v3"]())))
 
 
-def test_a_document_is_built_as_one_plane_of_latent_vectors_and_rotary_keys(model: CausalModel, tmp_path: Path) -> None:
+def test_a_document_is_built_as_one_plane_of_latent_vectors_and_rotary_keys(model, tmp_path):
     document = tmp_path / "doc.txt"
     document.write_text("The depot in Alder has a red door and two keys. " * 8)
     manifest = build(model, document, tmp_path / "doc", cartridge_id="doc", version=1, chunk_tokens=32)
@@ -50,7 +49,7 @@ def test_a_document_is_built_as_one_plane_of_latent_vectors_and_rotary_keys(mode
     assert manifest.canary.sensitivity > 1, "KV in a wrong order would not be noticed"
 
 
-def test_manifests_of_keys_and_values_say_nothing_of_latent_vectors() -> None:
+def test_manifests_of_keys_and_values_say_nothing_of_latent_vectors():
     assert "latent" not in json.loads(msgspec.json.encode(make_fingerprint()))
 
 
@@ -58,9 +57,7 @@ def test_manifests_of_keys_and_values_say_nothing_of_latent_vectors() -> None:
     ("latent", "heads", "reason"),
     [(576, 1, "a latent vector of 576 in 1 heads of 576 elements"), (512, 2, "512 in 2 heads")],
 )
-def test_a_manifest_that_contradicts_itself_is_refused(
-    model: CausalModel, tmp_path: Path, latent: int, heads: int, reason: str
-) -> None:
+def test_a_manifest_that_contradicts_itself_is_refused(model, tmp_path, latent, heads, reason):
     manifest = write(model, tmp_path / "doc", IDS[:8]).manifest
     shape = msgspec.structs.replace(manifest.fingerprint, latent=latent, kv_heads=heads)
     wrong = msgspec.structs.replace(manifest, fingerprint=shape)
@@ -68,7 +65,7 @@ def test_a_manifest_that_contradicts_itself_is_refused(
         decode(wrong.encode(), "here")
 
 
-def test_what_is_made_for_keys_and_values_is_refused(model: CausalModel, tmp_path: Path) -> None:
+def test_what_is_made_for_keys_and_values_is_refused(model, tmp_path):
     with pytest.raises(UnsupportedModel, match="train: DeepseekV3ForCausalLM caches latent vectors"):
         model.need_values("train")
     document = tmp_path / "doc.txt"
@@ -78,7 +75,7 @@ def test_what_is_made_for_keys_and_values_is_refused(model: CausalModel, tmp_pat
     assert not (tmp_path / "doc").exists()
 
 
-def test_latent_attention_that_nobody_compared_is_refused_by_its_config() -> None:
+def test_latent_attention_that_nobody_compared_is_refused_by_its_config():
     config = config_fields(FAMILIES["deepseek-v3"]())
     for change, reason in (
         ({"model_type": "minicpm3"}, "as in minicpm3, which was never compared"), ({"rope_interleave": False}, "interleaved"),
@@ -118,16 +115,14 @@ def _nothing(kv_lora_rank: int | None = None) -> Any:
         ([_Layer()] * 2, {"head_size": SIZE - 1}, "not float32 rows of 9; remove --kv-cache-dtype"),
     ],
 )  # fmt: skip
-def test_in_multiprocess_mode_each_layer_is_seen_to_write_rows_at_start(
-    layers: list[Any], given: dict[str, Any], reason: str | None
-) -> None:
+def test_in_multiprocess_mode_each_layer_is_seen_to_write_rows_at_start(layers, given, reason):
     caches = {f"model.layers.{layer}.attn": torch.zeros(6, 1, BLOCK, SIZE) for layer in range(2)}
     with pytest.raises(UnsupportedEngine, match=reason) if reason else nullcontext():
         check_latents(caches, dict(zip(caches, layers, strict=True)), msgspec.structs.replace(_SHAPE, **given))
     assert not any(cache.any() for cache in caches.values()), "the engine's own blocks were written to"
 
 
-def test_lmcache_inside_vllm_is_refused_with_the_mode_that_serves_them(tmp_path: Path) -> None:
+def test_lmcache_inside_vllm_is_refused_with_the_mode_that_serves_them(tmp_path):
     beside = {"kv_connector_extra_config": {CONTROL: "/nowhere"}}
     directory = make_model(tmp_path / "model", FAMILIES["deepseek-v3"]())
     with pytest.raises(UnsupportedEngine, match="multi-head latent attention: .*--mode multiprocess"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from http import HTTPStatus
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,19 +42,19 @@ _NAMES = ["openai_serving_completion", "openai_serving_chat", "openai_serving_re
 _SEEN = GracefulHTTPError("cartridges.0.id: too short", HTTPStatus.BAD_REQUEST)
 
 
-def test_a_server_whose_handlers_all_show_us_the_field_starts() -> None:
+def test_a_server_whose_handlers_all_show_us_the_field_starts():
     asyncio.run(check_handlers(_state(**{name: _handler(_SEEN) for name in _NAMES})))
 
 
 @pytest.mark.parametrize("name", _NAMES)
 @pytest.mark.parametrize("reply", ["an answer", GracefulHTTPError("no such model", HTTPStatus.NOT_FOUND)])
-def test_a_server_with_a_handler_that_does_not_show_us_the_field_does_not_start(name: str, reply: Any) -> None:
+def test_a_server_with_a_handler_that_does_not_show_us_the_field_does_not_start(name, reply):
     handlers = {other: _handler(_SEEN) for other in _NAMES} | {name: _handler(reply)}
     with pytest.raises(UnsupportedEngine, match=name):
         asyncio.run(check_handlers(_state(**handlers)))
 
 
-def test_a_server_whose_settings_are_wrong_does_not_start_without_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_whose_settings_are_wrong_does_not_start_without_the_plugin(monkeypatch):
     monkeypatch.delenv("LMCACHE_CONFIG_FILE", raising=False)
     plugin = CartridgePlugin()
     plugin.attach_router(FastAPI())
@@ -78,7 +77,7 @@ class _Models:
         return SimpleNamespace(data=["m"])
 
 
-def test_model_names_are_taken_beside_those_of_the_server() -> None:
+def test_model_names_are_taken_beside_those_of_the_server():
     models, answered = _Models(), ["m:a"]
 
     state = SimpleNamespace(openai_serving_models=models)
@@ -90,7 +89,7 @@ def test_model_names_are_taken_beside_those_of_the_server() -> None:
     assert models.model_name() == "m"
 
 
-def test_a_server_whose_handlers_ask_elsewhere_for_models_does_not_start() -> None:
+def test_a_server_whose_handlers_ask_elsewhere_for_models_does_not_start():
     state = SimpleNamespace(openai_serving_models=_Models(), openai_serving_chat=SimpleNamespace(models=_Models()))
     with pytest.raises(UnsupportedEngine, match="openai_serving_chat"):
         extend_models(state, lambda name: True, lambda: None)
@@ -113,11 +112,11 @@ def _config(extra: dict[str, str]) -> Any:
     ],
 )
 def test_an_engine_whose_api_server_would_ignore_cartridges_does_not_start(
-    monkeypatch: pytest.MonkeyPatch,
-    plugins: str | None,
-    extra: dict[str, str],
-    reason: str | None,
-) -> None:
+    monkeypatch,
+    plugins,
+    extra,
+    reason,
+):
     """Nor does LMCache start in its workers: its threads would outlive the failure."""
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     if plugins is not None:
@@ -130,9 +129,7 @@ def test_an_engine_whose_api_server_would_ignore_cartridges_does_not_start(
 
 
 @pytest.mark.parametrize("entry", ["lmcache_cartridge.endpoint:Gone", "lmcache_cartridge.serve.plugin:Gone", None])
-def test_an_installation_whose_request_api_cannot_be_loaded_does_not_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, entry: str | None
-) -> None:
+def test_an_installation_whose_request_api_cannot_be_loaded_does_not_start(tmp_path, monkeypatch, entry):
     monkeypatch.setenv("VLLM_PLUGINS", "cartridges")
     monkeypatch.syspath_prepend(stale_installation(tmp_path, entry))
     with pytest.raises(UnsupportedEngine, match="install lmcache-cartridge again"):

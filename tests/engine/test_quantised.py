@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -93,9 +92,7 @@ def _equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
         ("fp8", "plain", 32, "amx", 0), ("fp8", "plain", 32, None, 32), ("fp8", "plain", 32, None, 45),
     ],
 )  # fmt: skip
-def test_injected_bytes_are_those_of_the_engines_op(
-    tmp_path: Path, kind: str, encoding: str, block: int, isa: str | None, cached: int
-) -> None:
+def test_injected_bytes_are_those_of_the_engines_op(tmp_path, kind, encoding, block, isa, cached):
     """Blocks that are copied and blocks that are written. The op writes for AMX too; no such machine has computed with it."""
     segment, kv = _segment(tmp_path / "a", encoding)
     slots = torch.arange(4 * CHUNK).view(-1, 32).flip(0).flatten()[:CHUNK] if block == 32 else torch.arange(CHUNK) + 99
@@ -121,7 +118,7 @@ def _is_amx(blocks: Blocks) -> bool:
     ],
     ids=["e5m2", "scale of keys", "scales of other layers"],
 )
-def test_another_rule_makes_other_bytes(tmp_path: Path, other: Callable[[], Blocks]) -> None:
+def test_another_rule_makes_other_bytes(tmp_path, other):
     """The control: by the rule of another dtype, of a scale twice as large, and of other layers."""
     segment, kv = _segment(tmp_path / "a")
     slots = torch.arange(CHUNK)
@@ -134,7 +131,7 @@ def _some_kv() -> torch.Tensor:
 
 @needs_avx512
 @pytest.mark.parametrize("kind", FP8)
-def test_the_op_for_cpu_cuts_numbers_off_and_saturates(kind: str) -> None:
+def test_the_op_for_cpu_cuts_numbers_off_and_saturates(kind):
     """What `make/canary.py` takes for the coarsest engine, for every number of the dtype."""
     blocks = _blocks(kind, scales=[(1.0, 0.5)] * 3)
     written = written_rules(blocks.caches, blocks.layers, torch.bfloat16)
@@ -158,7 +155,7 @@ def _nearest(scale: float = 1.0) -> _Layer:
     return _Layer(write)
 
 
-def test_an_op_that_rounds_to_the_nearest_is_followed_too() -> None:
+def test_an_op_that_rounds_to_the_nearest_is_followed_too():
     caches = {name: torch.zeros(4, 2, 32, 128, dtype=torch.uint8) for name in "ab"}
     layers = {"a": _nearest(), "b": _nearest(0.3)}
     rules = written_rules(caches, layers, torch.float16)
@@ -175,7 +172,7 @@ def _by_token(keys: torch.Tensor, values: torch.Tensor, blocks: torch.Tensor) ->
     blocks.copy_(kv.to(torch.float8_e4m3fn).view(torch.uint8))
 
 
-def test_what_is_not_one_rule_for_every_number_is_refused() -> None:
+def test_what_is_not_one_rule_for_every_number_is_refused():
     cache = {"a": torch.zeros(4, 2, 32, 128, dtype=torch.uint8)}
     with pytest.raises(UnsupportedEngine, match="scales that it finds as KV comes"):
         written_rules(cache, {"a": _Layer(_by_token)}, torch.bfloat16)
@@ -190,7 +187,7 @@ def test_what_is_not_one_rule_for_every_number_is_refused() -> None:
 
 
 @needs_avx512
-def test_another_scale_has_another_name_in_the_keys_and_travels_in_the_report() -> None:
+def test_another_scale_has_another_name_in_the_keys_and_travels_in_the_report():
     blocks = [_blocks(), _blocks(scales=[*SCALES[:2], (0.5, 3.2)]), _blocks("fp8_e5m2"), _blocks("fp8_e4m3")]
     found = [
         quantiser([each.rule for each in written_rules(b.caches, b.layers, torch.bfloat16).values()]) for b in blocks
@@ -203,7 +200,7 @@ def test_another_scale_has_another_name_in_the_keys_and_travels_in_the_report() 
 
 
 @needs_avx512
-def test_a_rank_and_a_stage_have_their_own_heads_and_layers(tmp_path: Path) -> None:
+def test_a_rank_and_a_stage_have_their_own_heads_and_layers(tmp_path):
     segment, kv = _segment(tmp_path / "a", offset=0)
     blocks = _blocks()
     rules = [each.rule for each in written_rules(blocks.caches, blocks.layers, torch.bfloat16).values()]

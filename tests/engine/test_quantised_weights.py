@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import msgspec
 import pytest
-from homes import Home, assert_served, prompt_for
+from homes import assert_served, prompt_for
 from making import VOCABULARY
 from quantising import FORMS, quantised
 
@@ -23,7 +21,7 @@ NEEDS = {"GPTQ": "optimum", "AWQ": "gptqmodel"}
 
 
 @pytest.fixture(scope="module")
-def shapes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Fingerprint]:
+def shapes(tmp_path_factory):
     """The fingerprints of the shipped model, `none`, and of its quantised copies."""
     root = tmp_path_factory.mktemp("models")
     found = {form: CausalModel(str(quantised(form, root / form)), weights=False).fingerprint for form in FORMS}
@@ -31,8 +29,8 @@ def shapes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Fingerprint]:
 
 
 def test_the_fingerprint_names_how_weights_are_quantised_and_nothing_else_differs(
-    shapes: dict[str, Fingerprint],
-) -> None:
+    shapes,
+):
     for mine, one in shapes.items():
         for theirs, other in shapes.items():
             named = f"quantisation: {NAMES.get(mine, 'none')}, not {NAMES.get(theirs, 'none')}"
@@ -43,9 +41,7 @@ def test_the_fingerprint_names_how_weights_are_quantised_and_nothing_else_differ
 
 
 @pytest.mark.parametrize("mine, theirs", [("none", "W8A8"), ("GPTQ", "none"), ("W4A16", "AWQ")])
-def test_the_quantisation_alone_decides_where_weights_have_no_digest(
-    shapes: dict[str, Fingerprint], home: Home, monkeypatch: pytest.MonkeyPatch, mine: str, theirs: str
-) -> None:
+def test_the_quantisation_alone_decides_where_weights_have_no_digest(shapes, home, monkeypatch, mine, theirs):
     """As of weights that are no safetensors. The control drops the comparison: the wrong cartridge is served then."""
     cartridges, engine = (
         msgspec.structs.replace(shapes[form], weights_digest=None, vocab_size=VOCABULARY) for form in (mine, theirs)
@@ -66,9 +62,7 @@ def test_the_quantisation_alone_decides_where_weights_have_no_digest(
 
 
 @pytest.mark.parametrize("form", ["GPTQ", "AWQ"])
-def test_a_model_that_transformers_cannot_compute_is_refused_with_the_way_to_build_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str
-) -> None:
+def test_a_model_that_transformers_cannot_compute_is_refused_with_the_way_to_build_it(tmp_path, capsys, form):
     model = quantised(form, tmp_path / form)
     sheet = str(SHEETS_DIR / "ward-a.txt")
     assert main(["build", "--home", str(tmp_path), "--model", str(model), "--document", sheet, "--id", "a"])
@@ -79,9 +73,7 @@ def test_a_model_that_transformers_cannot_compute_is_refused_with_the_way_to_bui
 
 
 @pytest.mark.parametrize("form", ["W8A8", "W4A16"])
-def test_what_transformers_computes_of_a_quantised_model_is_near_its_originals_and_not_the_same(
-    tmp_path: Path, form: str
-) -> None:
+def test_what_transformers_computes_of_a_quantised_model_is_near_its_originals_and_not_the_same(tmp_path, form):
     """So the checkpoints are what they say; the bounds are ten times and a tenth of what was measured."""
     ids = [5, 100, 101, 102, 103]
     own, original = (CausalModel(str(path)).logits(ids, 1) for path in (quantised(form, tmp_path / form), MODEL_DIR))

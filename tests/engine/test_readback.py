@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,7 +62,7 @@ def _compare(blocks: Blocks) -> EngineWriteConnector:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("block", [16, 32, 128, 256])
-def test_every_block_size_and_dtype_is_read_back(block: int, dtype: str) -> None:
+def test_every_block_size_and_dtype_is_read_back(block, dtype):
     _compare(Blocks(vllm_config(block_size=block, dtype=dtype), 1024 // block))
 
 
@@ -71,9 +70,7 @@ def test_every_block_size_and_dtype_is_read_back(block: int, dtype: str) -> None
     "heads", [(4, 4, 64), (4, 1, 64), (4, 2, 32), (4, 2, 80), (4, 2, 128), (4, 2, 256)], ids=lambda h: "/".join(map(str, h))
 )  # fmt: skip
 @pytest.mark.parametrize("block", [32, 128])
-def test_every_number_of_heads_and_head_size_is_read_back(
-    tmp_path: Path, heads: tuple[int, int, int], block: int
-) -> None:
+def test_every_number_of_heads_and_head_size_is_read_back(tmp_path, heads, block):
     of_query, of_kv, size = heads
     config = LlamaConfig(
         vocab_size=640, hidden_size=of_query * size, num_hidden_layers=2, num_attention_heads=of_query, head_dim=size,
@@ -86,7 +83,7 @@ def test_every_number_of_heads_and_head_size_is_read_back(
 
 @pytest.mark.parametrize("isa", ["vec", "vec16", pytest.param("amx", marks=needs_avx512)])
 @pytest.mark.parametrize("window", [None, 64, 1000])
-def test_every_instruction_set_and_window_is_read_back(isa: str, window: int | None) -> None:
+def test_every_instruction_set_and_window_is_read_back(isa, window):
     blocks = Blocks(vllm_config(), 32, window=window)
     for layer in blocks.layers.values():
         layer.isa = isa
@@ -106,7 +103,7 @@ def _unlike(layer: Any) -> None:
 
 
 @pytest.mark.parametrize("block", [32, 512], ids=["an unknown packing", "blocks larger than a chunk"])
-def test_what_nothing_can_read_back_is_not_saved(block: int) -> None:
+def test_what_nothing_can_read_back_is_not_saved(block):
     """The engine's own op can write it, so without saving it is served."""
     blocks = Blocks(vllm_config(block_size=block), 1024 // block)
     for layer in blocks.layers.values() if block == 32 else ():
@@ -119,7 +116,7 @@ def test_what_nothing_can_read_back_is_not_saved(block: int) -> None:
         connector.from_gpu(chunk, 0, CHUNK, slot_mapping=torch.arange(CHUNK))
 
 
-def test_an_op_that_puts_two_numbers_in_one_place_is_refused() -> None:
+def test_an_op_that_puts_two_numbers_in_one_place_is_refused():
     blocks = Blocks(vllm_config(), 4)
     name, cache = next(iter(blocks.caches.items()))
     own = blocks.layers[name].impl.do_kv_cache_update
@@ -134,7 +131,7 @@ def test_an_op_that_puts_two_numbers_in_one_place_is_refused() -> None:
 
 
 @pytest.mark.parametrize("tokens", [CHUNK - 1, CHUNK + 1])
-def test_a_chunk_of_another_length_is_not_read(tokens: int) -> None:
+def test_a_chunk_of_another_length_is_not_read(tokens):
     blocks = Blocks(vllm_config(), 32)
     connector, (chunk,) = blocks.connector(CHUNK, saves=True), _memory(blocks, 1)
     with pytest.raises(UnsupportedEngine, match="another length"):

@@ -101,12 +101,12 @@ class Saving(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def config() -> VllmConfig:
+def config():
     return vllm_config(transfer={"kv_role": "kv_both"})
 
 
 @pytest.fixture
-def cartridges(tmp_path: Path) -> dict[str, Cartridge]:
+def cartridges(tmp_path):
     return prepare(tmp_path, FORMS, BEHIND + 20)
 
 
@@ -144,7 +144,7 @@ def _saving(
 
 
 @pytest.fixture
-def saving(tmp_path: Path, cartridges: dict[str, Cartridge], config: VllmConfig) -> Iterator[Saving]:
+def saving(tmp_path, cartridges, config):
     with _saving(tmp_path, cartridges, config) as saving:
         yield saving
 
@@ -152,9 +152,7 @@ def saving(tmp_path: Path, cartridges: dict[str, Cartridge], config: VllmConfig)
 @pytest.mark.parametrize("encoding", ["plain", "int8"])
 @pytest.mark.parametrize("stored", [CHUNK, 96], ids=lambda tokens: f"stored in {tokens}")
 @pytest.mark.parametrize("block", [32, 64])
-def test_what_is_computed_after_a_cartridge_is_saved_and_read_back_behind_it(
-    tmp_path: Path, block: int, stored: int, encoding: str
-) -> None:
+def test_what_is_computed_after_a_cartridge_is_saved_and_read_back_behind_it(tmp_path, block, stored, encoding):
     """Blocks that are copied and blocks that the op has to write and read, one chunk in two of them."""
     config = vllm_config(block_size=block, transfer={"kv_role": "kv_both"})
     cartridges = prepare(tmp_path, FORMS, BEHIND + 20, chunk_tokens=stored, encoding=encoding)
@@ -171,7 +169,7 @@ def test_what_is_computed_after_a_cartridge_is_saved_and_read_back_behind_it(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_lmcaches_cpu_cache_never_adopts_cartridge_memory(saving: Saving, kind: str) -> None:
+def test_lmcaches_cpu_cache_never_adopts_cartridge_memory(saving, kind):
     cartridge, store = saving.cartridges[kind], plugin(saving.engine).store
     manager = saving.engine.storage_manager
     assert saving.loaded(cartridge.prompt[:P], cartridge.configs).shape[2] == P
@@ -184,7 +182,7 @@ def test_lmcaches_cpu_cache_never_adopts_cartridge_memory(saving: Saving, kind: 
     assert not any(map(manager.local_cpu_backend.contains, keys)), "LMCache would answer for what may be removed"
 
 
-def test_one_tenants_prompt_is_no_hit_for_another_and_cartridges_are_for_all(saving: Saving) -> None:
+def test_one_tenants_prompt_is_no_hit_for_another_and_cartridges_are_for_all(saving):
     plain = _ids(5 * CHUNK, 9)
     tenants = [{}, {TENANT: "a"}, {TENANT: "b"}]
     for which, own in enumerate(tenants):
@@ -203,7 +201,7 @@ def test_one_tenants_prompt_is_no_hit_for_another_and_cartridges_are_for_all(sav
         assert saving.hits(saving.cartridges["prefill"].prompt, {"lmcache.tag.apart": "x"} | own) == 0
 
 
-def test_an_adapter_that_was_loaded_in_place_finds_nothing_but_within_one_request() -> None:
+def test_an_adapter_that_was_loaded_in_place_finds_nothing_but_within_one_request():
     replaced = LoRARequest("one", 1, "/one", load_inplace=True)
     request, other = _request(adapter=replaced), _request(adapter=replaced)
     for each in (request, other, request):
@@ -219,7 +217,7 @@ def test_an_adapter_that_was_loaded_in_place_finds_nothing_but_within_one_reques
     assert ADAPTER not in base.kv_transfer_params
 
 
-def test_both_budgets_hold_and_neither_side_evicts_the_other(saving: Saving) -> None:
+def test_both_budgets_hold_and_neither_side_evicts_the_other(saving):
     """LMCache's pool is filled several times over while both cartridges are served, in memory for one and a half."""
     store, manager = plugin(saving.engine).store, saving.engine.storage_manager
     pool = manager.local_cpu_backend.memory_allocator
@@ -243,9 +241,7 @@ def test_both_budgets_hold_and_neither_side_evicts_the_other(saving: Saving) -> 
 
 
 @pytest.mark.parametrize("place", ["disk", "remote"])
-def test_other_places_of_lmcaches_keep_what_is_computed_and_nothing_of_a_cartridge(
-    tmp_path: Path, cartridges: dict[str, Cartridge], config: VllmConfig, place: str
-) -> None:
+def test_other_places_of_lmcaches_keep_what_is_computed_and_nothing_of_a_cartridge(tmp_path, cartridges, config, place):
     """A file system as a remote place is read by the next server too, if it packs its blocks alike; LMCache 0.5.6 forgets
     what it has on its local disk."""
     where = tmp_path / "elsewhere"
@@ -272,7 +268,7 @@ def test_other_places_of_lmcaches_keep_what_is_computed_and_nothing_of_a_cartrid
         assert saving.hits(ids, configs) == P, "blocks of another size are no KV for these"
 
 
-def test_what_was_computed_for_a_name_is_handed_out_under_it_once(saving: Saving) -> None:
+def test_what_was_computed_for_a_name_is_handed_out_under_it_once(saving):
     ids = _ids(5 * CHUNK + 1, 9)
     slots = saving.slots(ids)
     kv = saving.compute(slots)
@@ -310,7 +306,7 @@ def _tenant(*args: Any) -> str | None:
     return (request.kv_transfer_params or {}).get(TENANT)
 
 
-def test_a_tenant_is_the_clients_own_salt() -> None:
+def test_a_tenant_is_the_clients_own_salt():
     a, b = _tenant("a"), _tenant("b")
     assert a and b and len({a, b, "a"}) == 3
     assert _tenant() is _tenant(None, {}) is None
@@ -343,7 +339,7 @@ def _saved(lost: Lost, steps: list[Any], failed: set[int]) -> list[str]:
     return [step.req_id for step in steps if step.save_spec.can_save]
 
 
-def test_nothing_is_saved_that_rests_on_what_could_not_be_loaded() -> None:
+def test_nothing_is_saved_that_rests_on_what_could_not_be_loaded():
     lost = Lost(4, lambda blocks: blocks)
     for failed, saved in ((set(), ["a", "b", "shares"]), ({2}, ["b"])):
         steps = [_step("a", [1, 2, 3], loads=True), _step("b", [4, 5]), _step("shares", [2, 9])]
@@ -355,7 +351,7 @@ def test_nothing_is_saved_that_rests_on_what_could_not_be_loaded() -> None:
     assert _saved(lost, [_step("a", [7])], set()) == ["a"]
 
 
-def test_what_one_rank_could_not_load_no_rank_saves() -> None:
+def test_what_one_rank_could_not_load_no_rank_saves():
     asked: list[set[int]] = []
 
     def others(blocks: set[int]) -> set[int]:
@@ -382,7 +378,7 @@ def _union(rank: int, place: str, mine: list[set[int]], found: Any) -> None:
     distributed.destroy_process_group()
 
 
-def test_ranks_tell_each_other_what_they_could_not_load(tmp_path: Path) -> None:
+def test_ranks_tell_each_other_what_they_could_not_load(tmp_path):
     context = get_context("spawn")
     found: Any = context.Queue()
     mine = {0: [set(), {1, 2}, set()], 1: [set(), {2, 3}, {9}]}

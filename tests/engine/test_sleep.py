@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from blocks import quietly, vllm_config
-from homes import CHUNK_BYTES, STILL, Home
+from homes import CHUNK_BYTES, STILL
 
 from lmcache_cartridge.engine.contract import CONTROL
 from lmcache_cartridge.errors import UnsupportedEngine
@@ -21,9 +21,7 @@ with quietly():
 
 @pytest.mark.parametrize("may_sleep", [True, False])
 @pytest.mark.parametrize("device_chunks", [4, 0])
-def test_a_device_tier_is_refused_where_vllm_may_sleep(
-    home: Home, monkeypatch: pytest.MonkeyPatch, may_sleep: bool, device_chunks: int
-) -> None:
+def test_a_device_tier_is_refused_where_vllm_may_sleep(home, monkeypatch, may_sleep, device_chunks):
     home.make()
     store = home.open(chunks=4, settings=STILL | {"device_bytes": device_chunks * CHUNK_BYTES})
     monkeypatch.setattr(backend, "stores", lambda: [store])
@@ -37,7 +35,7 @@ def test_a_device_tier_is_refused_where_vllm_may_sleep(
         connector._check_sleep()
 
 
-def test_an_engine_that_may_sleep_is_refused_beside_lmcaches_server() -> None:
+def test_an_engine_that_may_sleep_is_refused_beside_lmcaches_server():
     with quietly():
         from lmcache_cartridge.engine.mp_connector import CartridgeMPConnector
     config = vllm_config(transfer={"kv_connector_extra_config": {CONTROL: "/nowhere"}})

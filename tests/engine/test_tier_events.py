@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,7 +23,7 @@ with warnings.catch_warnings():  # torch's, while vLLM is imported
 
 
 @pytest.fixture
-def ask(home: Home) -> Iterator[Callable[..., Any]]:
+def ask(home):
     """A worker's store with two cartridges of four chunks of 16, asked over its socket."""
     for seed, name in enumerate("ab"):
         home.make(name, seed=seed)
@@ -41,7 +41,7 @@ def _load(home: Home, ask: Callable[..., Any], name: str) -> tuple[str, list[int
     return manifest.digest, load_token_ids(manifest, home.root(name))[:64].tolist()
 
 
-def test_what_comes_and_goes_is_told_once(home: Home, ask: Callable[..., Any]) -> None:
+def test_what_comes_and_goes_is_told_once(home, ask):
     events = TierEvents(8)
     events.look(ask)
     assert events.take() == []
@@ -65,9 +65,7 @@ def test_what_comes_and_goes_is_told_once(home: Home, ask: Callable[..., Any]) -
     assert [event.token_ids for event in events.take()] == [second[1]]
 
 
-def test_a_cartridge_is_told_when_all_of_it_is_there_and_in_the_engines_blocks(
-    home: Home, ask: Callable[..., Any]
-) -> None:
+def test_a_cartridge_is_told_when_all_of_it_is_there_and_in_the_engines_blocks(home, ask):
     events, (digest, token_ids) = TierEvents(24), _load(home, ask, "a")
 
     def some(method: str, *arguments: Any) -> Any:
@@ -80,7 +78,7 @@ def test_a_cartridge_is_told_when_all_of_it_is_there_and_in_the_engines_blocks(
     assert (len(stored.block_hashes), stored.token_ids) == (2, token_ids[:48]), "whole blocks only"
 
 
-def test_where_a_worker_is_gone_nothing_is_told_to_be_there(home: Home, ask: Callable[..., Any]) -> None:
+def test_where_a_worker_is_gone_nothing_is_told_to_be_there(home, ask):
     events, calls = TierEvents(8), []
     _load(home, ask, "a")
 

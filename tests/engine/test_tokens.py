@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.cli.recall import MODEL_DIR
 
 
-def test_import_makes_a_version_of_a_file_of_ids(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_import_makes_a_version_of_a_file_of_ids(tmp_path, capsys):
     ids = np.arange(4, 204).tolist()
     source = tmp_path / "prefix.json"
     source.write_text(json.dumps({"token_ids": ids}))
@@ -37,9 +36,7 @@ def test_import_makes_a_version_of_a_file_of_ids(tmp_path: Path, capsys: pytest.
     ("content", "message"),
     [({"token_ids": [5, 640]}, "token id 640 is outside"), ({"token_ids": [True]}, "not a list of at least one whole number")],
 )  # fmt: skip
-def test_what_is_no_file_of_ids_of_the_model_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture, content: dict, message: str
-) -> None:
+def test_what_is_no_file_of_ids_of_the_model_is_refused(tmp_path, capsys, content, message):
     torch.save(content, tmp_path / "a.pt")
     argv = ["import", str(tmp_path / "a.pt"), "--home", str(tmp_path), "--id", "p", "--model", str(MODEL_DIR)]
     assert main(argv) == 1

@@ -55,15 +55,13 @@ class Twins:
 @pytest.mark.parametrize("bad", [False, None], ids=["failed", "never asked"])
 @pytest.mark.parametrize("shared", [64, CHUNK], ids=["all", "the first chunk"])
 @pytest.mark.parametrize("good", [True, None], ids=["trusted", "untrusted"])
-def test_what_is_not_trusted_is_never_lent_in_the_place_of_a_twin(
-    home: Home, bad: bool | None, shared: int, good: bool | None
-) -> None:
+def test_what_is_not_trusted_is_never_lent_in_the_place_of_a_twin(home, bad, shared, good):
     twins = Twins(home, shared=shared).told(good, bad)
     assert twins.store.lookup(twins.prompt.hashes) == twins.store.resident(twins.prompt.hashes) == (4 if good else 0)
     assert (twins.run(), twins.each()) == ((["good"] * 4, ["good"] * 4) if good else ([], ["nobody"] * 4))
 
 
-def test_what_is_not_trusted_is_lent_to_those_that_name_it(home: Home) -> None:
+def test_what_is_not_trusted_is_lent_to_those_that_name_it(home):
     twins = Twins(home).told(True, None)
     digest = twins.bad.manifest.digest
     assert twins.store.lookup(twins.prompt.hashes, digest) == 4
@@ -72,7 +70,7 @@ def test_what_is_not_trusted_is_lent_to_those_that_name_it(home: Home) -> None:
     assert (twins.run(), twins.each()) == (["good"] * 4, ["good"] * 4), what
 
 
-def test_it_is_known_whose_chunks_have_answered_a_prompt(home: Home) -> None:
+def test_it_is_known_whose_chunks_have_answered_a_prompt(home):
     twins = Twins(home).told(True, None)
     trust, engine = twins.store.trust, twins.store.engine
     assert trust.answers(engine, list(IDS)) == [], "it may answer, and has not"
@@ -88,7 +86,7 @@ def test_it_is_known_whose_chunks_have_answered_a_prompt(home: Home) -> None:
     assert trust.answers(engine, list(IDS)) == [], "what was withdrawn is never found again"
 
 
-def test_a_quarantined_twin_does_not_lead(home: Home) -> None:
+def test_a_quarantined_twin_does_not_lead(home):
     twins = Twins(home).told(True, True)
     assert twins.store.lookup(twins.prompt.hashes) == 4
     assert twins.run() == ["bad"] * 4, "the newest of those that are trusted leads"
@@ -99,7 +97,7 @@ def test_a_quarantined_twin_does_not_lead(home: Home) -> None:
     assert (twins.run(), twins.each()) == (["good"] * 4, ["good"] * 4)
 
 
-def test_what_a_lookup_leased_is_lent_though_another_leads_since(home: Home) -> None:
+def test_what_a_lookup_leased_is_lent_though_another_leads_since(home):
     twins = Twins(home).told(True, None)
     assert twins.store.lookup(twins.prompt.hashes) == 4
     twins.told(None, True)
@@ -109,7 +107,7 @@ def test_what_a_lookup_leased_is_lent_though_another_leads_since(home: Home) -> 
     assert twins.run() == ["bad"] * 4, "without a lease the leader"
 
 
-def test_releasing_for_a_plain_prompt_ends_no_lease_of_who_named_it(home: Home) -> None:
+def test_releasing_for_a_plain_prompt_ends_no_lease_of_who_named_it(home):
     twins = Twins(home).told(True, True)
     digest = twins.bad.manifest.digest
     assert twins.store.lookup(twins.prompt.hashes, digest) == 4
@@ -117,7 +115,7 @@ def test_releasing_for_a_plain_prompt_ends_no_lease_of_who_named_it(home: Home) 
     assert twins.store.release(twins.prompt.hashes[0], digest)
 
 
-def test_a_copy_with_another_canary_takes_no_trust_away(home: Home) -> None:
+def test_a_copy_with_another_canary_takes_no_trust_away(home):
     twins = Twins(home).told(True, None)
     digest = twins.good.manifest.digest
     twins.store.tried(digest, "another", False)
@@ -131,7 +129,7 @@ def _alone(home: Home, **settings: object) -> tuple[CartridgeStore, Made, Prompt
     return home.open(settings=TRUSTED | settings), made, prompt_for(home, made)
 
 
-def test_one_that_was_not_tried_is_loaded_and_told_once(home: Home) -> None:
+def test_one_that_was_not_tried_is_loaded_and_told_once(home):
     store, made, prompt = _alone(home)
     assert (store.lookup(prompt.hashes), store.untried()) == (0, [made.manifest.digest])
     assert store.untried() == []
@@ -143,9 +141,7 @@ def test_one_that_was_not_tried_is_loaded_and_told_once(home: Home) -> None:
     ("plain_prompts", "passed", "found"),
     [("all", None, 4), ("all", False, 0), ("all", True, 4), ("none", None, 0), ("none", True, 0), ("trusted", True, 4)],
 )
-def test_the_setting_says_whom_plain_prompts_may_get(
-    home: Home, plain_prompts: str, passed: bool | None, found: int
-) -> None:
+def test_the_setting_says_whom_plain_prompts_may_get(home, plain_prompts, passed, found):
     store, made, prompt = _alone(home, plain_prompts=plain_prompts)
     if passed is not None:
         store.tried(made.manifest.digest, "canary", passed)
@@ -153,7 +149,7 @@ def test_the_setting_says_whom_plain_prompts_may_get(
     assert store.lookup(prompt.hashes, made.manifest.digest) == 4, "who names it gets it all the same"
 
 
-def test_where_nobody_tries_the_engine_nothing_is_loaded_for_plain_prompts(home: Home) -> None:
+def test_where_nobody_tries_the_engine_nothing_is_loaded_for_plain_prompts(home):
     store, _, prompt = _alone(home, canary=False)
     assert (store.lookup(prompt.hashes), store.untried()) == (0, [])
     assert store.cpu.stats().misses == 0, "it was asked for"
@@ -171,7 +167,7 @@ def _answer(store: CartridgeStore, made: Made, prompt: Prompt) -> None:
 
 
 @pytest.mark.parametrize("why", ["removed", "removed but for a client's", "canary", "quarantine"])
-def test_what_answered_plain_prompts_and_is_taken_back_is_a_withdrawal(home: Home, why: str) -> None:
+def test_what_answered_plain_prompts_and_is_taken_back_is_a_withdrawal(home, why):
     store, made, prompt = _alone(home)
     if why == "removed but for a client's":
         ids, place = load_token_ids(made.manifest, home.root()).tolist(), home.path / "contexts" / "key" / "1"
@@ -199,7 +195,7 @@ def test_what_answered_plain_prompts_and_is_taken_back_is_a_withdrawal(home: Hom
 
 
 @pytest.mark.parametrize("asked", ["nobody", "by name", "untried"])
-def test_what_never_answered_a_plain_prompt_leaves_nothing_to_withdraw(home: Home, asked: str) -> None:
+def test_what_never_answered_a_plain_prompt_leaves_nothing_to_withdraw(home, asked):
     store, made, prompt = _alone(home)
     if asked == "by name":
         assert store.lookup(prompt.hashes, made.manifest.digest) == 4
@@ -210,7 +206,7 @@ def test_what_never_answered_a_plain_prompt_leaves_nothing_to_withdraw(home: Hom
     assert _stamp(home) is None
 
 
-def test_a_name_that_goes_while_another_stays_is_no_withdrawal(home: Home) -> None:
+def test_a_name_that_goes_while_another_stays_is_no_withdrawal(home):
     store, made, prompt = _alone(home)
     home.make("copy", positions=64, token_ids=load_token_ids(made.manifest, home.root()).tolist())
     store.refresh()
@@ -221,7 +217,7 @@ def test_a_name_that_goes_while_another_stays_is_no_withdrawal(home: Home) -> No
 
 
 @pytest.mark.parametrize("down", [True, False], ids=["while none ran", "before the restart"])
-def test_a_withdrawal_outlives_the_process_and_is_seen_by_the_next(home: Home, down: bool) -> None:
+def test_a_withdrawal_outlives_the_process_and_is_seen_by_the_next(home, down):
     store, made, prompt = _alone(home)
     _answer(store, made, prompt)
     if down:
@@ -237,7 +233,7 @@ def test_a_withdrawal_outlives_the_process_and_is_seen_by_the_next(home: Home, d
     assert _stamp(home) == last
 
 
-def test_every_process_that_had_it_answer_withdraws_it(home: Home) -> None:
+def test_every_process_that_had_it_answer_withdraws_it(home):
     """Else the second would go on lending it for a moment to prompts that have the new salt already."""
     first, made, prompt = _alone(home)
     second = home.open(settings=TRUSTED)
@@ -250,7 +246,7 @@ def test_every_process_that_had_it_answer_withdraws_it(home: Home) -> None:
     assert _stamp(home) > stamp > 0
 
 
-def test_where_it_cannot_be_noted_nothing_answers_plain_prompts(home: Home) -> None:
+def test_where_it_cannot_be_noted_nothing_answers_plain_prompts(home):
     store, made, prompt = _alone(home)
     (home.path / "quarantine").write_text("no directory")
     store.tried(made.manifest.digest, "canary", True)
@@ -259,7 +255,7 @@ def test_where_it_cannot_be_noted_nothing_answers_plain_prompts(home: Home) -> N
 
 
 @pytest.mark.parametrize("restarts", [False, True])
-def test_another_engine_and_a_restart_begin_without_trust_and_withdraw_nothing(home: Home, restarts: bool) -> None:
+def test_another_engine_and_a_restart_begin_without_trust_and_withdraw_nothing(home, restarts):
     store, made, prompt = _alone(home)
     _answer(store, made, prompt)
     if restarts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from lmcache_cartridge.engine.turns import Turns
 
 
-def test_the_first_asks_alone_and_the_others_once_it_was_answered() -> None:
+def test_the_first_asks_alone_and_the_others_once_it_was_answered():
     turns = Turns()
     assert [turns.may_ask(name, "key", "prefix") for name in "abca"] == [True, False, False, True]
     assert turns.may_ask("z", "another key", "another prefix")
@@ -13,7 +13,7 @@ def test_the_first_asks_alone_and_the_others_once_it_was_answered() -> None:
     assert [turns.may_ask(name, "key", "prefix") for name in "bcd"] == [True] * 3
 
 
-def test_of_several_keys_of_one_prefix_each_waits_until_the_one_before_was_answered() -> None:
+def test_of_several_keys_of_one_prefix_each_waits_until_the_one_before_was_answered():
     turns = Turns()
     assert [turns.may_ask(name, name, "prefix") for name in "ab"] == [True, False]
     turns.answered("a", found=True)
@@ -21,7 +21,7 @@ def test_of_several_keys_of_one_prefix_each_waits_until_the_one_before_was_answe
     assert turns.may_ask("a again", "a", "prefix"), "its copy is there, whoever asks for another"
 
 
-def test_what_was_not_found_is_asked_for_by_one_at_a_time_again() -> None:
+def test_what_was_not_found_is_asked_for_by_one_at_a_time_again():
     turns = Turns()
     assert turns.may_ask("a", "key", "prefix")
     turns.answered("a", found=True)
@@ -30,7 +30,7 @@ def test_what_was_not_found_is_asked_for_by_one_at_a_time_again() -> None:
     assert [turns.may_ask(name, "key", "prefix") for name in "cd"] == [True, False]
 
 
-def test_a_request_that_ends_before_it_was_answered_keeps_nobody_waiting() -> None:
+def test_a_request_that_ends_before_it_was_answered_keeps_nobody_waiting():
     turns = Turns()
     assert [turns.may_ask(name, "key", "prefix") for name in "ab"] == [True, False]
     turns.answered("b", found=False)

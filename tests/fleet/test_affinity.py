@@ -37,7 +37,7 @@ CHAINS = st.lists(IDS, min_size=1, max_size=4)
 
 @given(ids=CHAINS, data=st.data())
 @examples(max_examples=120, deadline=None, derandomize=True, database=None)
-def test_every_way_of_naming_the_same_gives_the_same_key(ids: list[str], data: st.DataObject) -> None:
+def test_every_way_of_naming_the_same_gives_the_same_key(ids, data):
     def versioned() -> list[str]:
         return [one + data.draw(VERSIONS) for one in ids]
 
@@ -83,9 +83,7 @@ _HEADERS = st.lists(st.text(st.sampled_from("ab@1, \tz:/"), max_size=12) | IDS, 
     _BODIES, _HEADERS, st.sampled_from(["explicit", "label", "composite", "static"]), st.sampled_from([None, "sk-1"])
 )
 @examples(max_examples=400, deadline=None, derandomize=True, database=None)
-def test_the_key_is_of_the_cartridges_that_a_server_would_take(
-    body: dict[str, Any], header: list[str], router: Any, api_key: str | None
-) -> None:
+def test_the_key_is_of_the_cartridges_that_a_server_would_take(body, header, router, api_key):
     settings = Settings(home=Path("/nowhere"), router=router, **SETTINGS)
     named = {name: getattr(settings, name) for name in ("router", "label_field", "static", "composites")}
     key = affinity_key(body, header, api_key=api_key, naming=Naming(**named, models=MODELS))
@@ -99,7 +97,7 @@ def test_the_key_is_of_the_cartridges_that_a_server_would_take(
 
 
 @pytest.mark.parametrize("body", [None, [], 5, "x", {"cartridges": [[], 5, None, {"id": 5}, ""]}, {"model": 5}])
-def test_what_names_nothing_has_no_key(body: Any) -> None:
+def test_what_names_nothing_has_no_key(body):
     assert affinity_key(body) == ""
 
 
@@ -108,11 +106,11 @@ def test_what_names_nothing_has_no_key(body: Any) -> None:
     [("m", []), ("m:a", ["a"]), ("m:a@2, b", ["a@2", "b"]), ("qwen:7b:a", ["a"]), ("m:s3://b/k", ["s3://b/k"]),
      ("s3://bucket/model", []), ("org/m:a,s3://b/k", ["a", "s3://b/k"]), ("m:", []), (":a", [])],
 )  # fmt: skip
-def test_a_model_name_is_taken_apart_without_knowing_the_models(model: str, ids: list[str]) -> None:
+def test_a_model_name_is_taken_apart_without_knowing_the_models(model, ids):
     assert model_ids(model) == ids
 
 
-def test_known_models_are_never_taken_apart_and_the_longest_goes_first() -> None:
+def test_known_models_are_never_taken_apart_and_the_longest_goes_first():
     naming = Naming(models=("qwen", "qwen:7b"))
     assert model_ids("qwen:7b", naming) == []
     assert model_ids("qwen:7b:a", naming) == ["a"]
@@ -120,7 +118,7 @@ def test_known_models_are_never_taken_apart_and_the_longest_goes_first() -> None
     assert model_ids("other:a", naming) == []
 
 
-def test_the_file_stands_alone(tmp_path: Path) -> None:
+def test_the_file_stands_alone(tmp_path):
     """As in a router's pod: no package of ours, nor of anybody's."""
     (tmp_path / "affinity.py").write_text(Path(affinity.__file__).read_text())
     code = (
@@ -153,7 +151,7 @@ def _session(module: ModuleType, body: Any, headers: dict[str, str] | None = Non
     return body
 
 
-def test_the_production_stack_gets_one_session_key_for_all_ways_of_naming(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_production_stack_gets_one_session_key_for_all_ways_of_naming(monkeypatch):
     module = _callback(monkeypatch, {"models": ["m", "qwen:7b"], "composites": {"both": ["a", "b"]}})
     ways: list[tuple[Any, dict[str, str]]] = [
         ({"model": "m", "cartridges": ["a", "b@2"]}, {}), ({"model": "m", "cartridges": ["both"]}, {}),
@@ -166,13 +164,13 @@ def test_the_production_stack_gets_one_session_key_for_all_ways_of_naming(monkey
     assert _session(module, [1]) == [1]
 
 
-def test_the_production_stack_finds_engines_that_list_the_base_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_production_stack_finds_engines_that_list_the_base_model(monkeypatch):
     module = _callback(monkeypatch, {"models": ["m", "m:7b"]})
     body = _session(module, {"model": "m:7b:a@2,b"})
     assert body == {"model": "m:7b", "cartridges": ["a@2", "b"], "affinity_key": "a,b"}
 
 
-def test_a_key_of_the_router_is_none_of_our_fields(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_of_the_router_is_none_of_our_fields(monkeypatch):
     """The router may write the body anew from the dict, where it has an alias for the model."""
     from lmcache_cartridge.serve import misnamed
 

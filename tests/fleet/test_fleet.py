@@ -123,7 +123,7 @@ def _server(home: Path, number: int) -> ServerProcess:
 
 
 @pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def fleet(tmp_path_factory):
     home, model, facts = tmp_path_factory.mktemp("home"), CausalModel(MODEL), {}
     with (
         Library(Settings(home=home / "author", disk_dir=home / "author", library=str(home / "library"))) as library,
@@ -143,7 +143,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 # Where cartridges come to lie.
 
 
-def test_behind_envoy_each_cartridge_lies_on_one_server(fleet: Fleet, tmp_path: Path) -> None:
+def test_behind_envoy_each_cartridge_lies_on_one_server(fleet, tmp_path):
     turns = [(name, turn) for name in NAMES for turn in range(TURNS)]
     answered: dict[str, set[str | None]] = {}
     with envoy(fleet.urls, tmp_path / "envoy") as url, httpx.Client(base_url=url, timeout=120) as http:
@@ -164,7 +164,7 @@ def test_behind_envoy_each_cartridge_lies_on_one_server(fleet: Fleet, tmp_path: 
 
 
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
-def test_what_vllm_router_drops_on_the_way_is_never_answered_without(fleet: Fleet, tmp_path: Path, path: str) -> None:
+def test_what_vllm_router_drops_on_the_way_is_never_answered_without(fleet, tmp_path, path):
     """It drops the headers of requests to these two routes."""
     text = fleet.question("doc-0")
     body: dict[str, Any] = {"model": "m", "temperature": 0}
@@ -193,7 +193,7 @@ def _said(reply: httpx.Response) -> Any:
 # Under load.
 
 
-def test_a_killed_server_costs_what_it_was_answering_and_comes_back(fleet: Fleet, tmp_path: Path) -> None:
+def test_a_killed_server_costs_what_it_was_answering_and_comes_back(fleet, tmp_path):
     names, number, clients = NAMES, SERVERS - 1, 8
     dying = fleet.servers[number]
     with envoy(fleet.urls, tmp_path) as url, httpx.Client(base_url=url, timeout=120) as http:
@@ -248,9 +248,7 @@ def _half_sent(url: str, name: str, body: bytes) -> socket.socket:
     return connection
 
 
-def test_a_server_that_is_stopped_under_traffic_finishes_what_runs_and_no_request_fails(
-    fleet: Fleet, tmp_path: Path
-) -> None:
+def test_a_server_that_is_stopped_under_traffic_finishes_what_runs_and_no_request_fails(fleet, tmp_path):
     names, [*_, leaving] = NAMES, fleet.servers
     with envoy(fleet.urls, tmp_path / "before") as url, httpx.Client(base_url=url, timeout=120) as http:
         own = [name for name in names if fleet.ask(http, name).server == f"s{SERVERS - 1}"]

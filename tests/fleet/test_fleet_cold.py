@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -16,7 +15,6 @@ from faulty_proxy import FaultyProxy
 from prometheus_client.parser import text_string_to_metric_families
 from recall.ward import ask, write_document
 from routers import Reply, Request, envoy, stubs, vllm_router
-from s3 import MotoServer
 from test_s3_served import CHUNK, POSITIONS, Gate
 from waiting import until
 from wards import MODEL, Ward, patients, prefill, save, sure
@@ -81,14 +79,14 @@ def _tried(router: str, status: int, directory: Path) -> Tried:
     return Tried(attempts, *seen, lost, BREAKER in logs)
 
 
-def test_425_passes_vllm_router_at_once_and_503_shuts_out_healthy_servers(tmp_path: Path) -> None:
+def test_425_passes_vllm_router_at_once_and_503_shuts_out_healthy_servers(tmp_path):
     assert _tried("vllm-router", 425, tmp_path / "425") == Tried(ASKED, {425}, {"3"}, 0, False)
     tried = _tried("vllm-router", 503, tmp_path / "503")
     assert (tried.shut_out, tried.is_broken) == (10, True), "it may be the default, if the router has learned better"
 
 
 @pytest.mark.parametrize("status", [425, 503])
-def test_envoy_as_configured_passes_both_at_once(tmp_path: Path, status: int) -> None:
+def test_envoy_as_configured_passes_both_at_once(tmp_path, status):
     assert _tried("envoy", status, tmp_path) == Tried(ASKED, {status}, {"3"}, 0, False)
 
 
@@ -112,7 +110,7 @@ class Cold(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def cold(moto_server: MotoServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cold]:
+def cold(moto_server, tmp_path_factory):
     """A server of trained cartridges on an S3 server that keeps their payloads back until a gate opens."""
     home, model, wards, gate = tmp_path_factory.mktemp("home"), CausalModel(MODEL), {}, Gate()
     moto_server.client.create_bucket(Bucket="cold")
@@ -140,9 +138,7 @@ def cold(moto_server: MotoServer, tmp_path_factory: pytest.TempPathFactory) -> I
         gate.open.set()
 
 
-def test_a_cold_trained_cartridge_behind_vllm_router_is_loaded_once_and_everybody_answered(
-    cold: Cold, tmp_path: Path
-) -> None:
+def test_a_cold_trained_cartridge_behind_vllm_router_is_loaded_once_and_everybody_answered(cold, tmp_path):
     """By the stock client, which asks again by itself when it is told to."""
     clients = 8
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import warnings
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,7 @@ class Engine:
 
 
 @pytest.fixture
-def engine(tmp_path: Path) -> Iterator[Engine]:
+def engine(tmp_path):
     engine = Engine(tmp_path)
     yield engine
     engine.close()
@@ -112,7 +112,7 @@ def known(follower: Follower, most: int = 60) -> set[int]:
     return found
 
 
-async def test_what_was_told_before_and_what_is_told_now_is_known(engine: Engine) -> None:
+async def test_what_was_told_before_and_what_is_told_now_is_known(engine):
     engine.tell([stored(1)], [stored(2), removed(1)])
     async with following(engine) as follower:
         assert follower.whole
@@ -126,7 +126,7 @@ async def test_what_was_told_before_and_what_is_told_now_is_known(engine: Engine
         assert (follower.counts.gaps, follower.counts.restarts, follower.counts.lost) == (0, 0, 0)
 
 
-async def test_a_batch_that_did_not_arrive_is_noticed_and_had_from_the_buffer(engine: Engine) -> None:
+async def test_a_batch_that_did_not_arrive_is_noticed_and_had_from_the_buffer(engine):
     async with following(engine, verify_s=60) as follower:
         engine.tell([stored(1)], [stored(2)])
         await seen(lambda: known(follower) == {1, 2})
@@ -138,7 +138,7 @@ async def test_a_batch_that_did_not_arrive_is_noticed_and_had_from_the_buffer(en
         assert follower.counts.batches == 5, "each once"
 
 
-async def test_a_last_batch_that_did_not_arrive_is_found_without_another(engine: Engine) -> None:
+async def test_a_last_batch_that_did_not_arrive_is_found_without_another(engine):
     async with following(engine) as follower:
         engine.tell([stored(1)])
         await seen(lambda: known(follower) == {1})
@@ -148,7 +148,7 @@ async def test_a_last_batch_that_did_not_arrive_is_found_without_another(engine:
 
 
 @pytest.mark.parametrize("more", [0, 1, 2, 6])
-async def test_a_server_that_was_restarted_holds_nothing_of_before(engine: Engine, more: int) -> None:
+async def test_a_server_that_was_restarted_holds_nothing_of_before(engine, more):
     """Whether the new process has told nothing yet, or fewer batches than the one before it, as many, or more."""
     async with following(engine) as follower:
         engine.tell([stored(1)], [stored(2)])
@@ -160,7 +160,7 @@ async def test_a_server_that_was_restarted_holds_nothing_of_before(engine: Engin
         assert (follower.counts.restarts, follower.counts.lost) == (1, 0)
 
 
-async def test_a_restart_is_seen_while_events_come_even_where_the_new_clock_is_behind(engine: Engine) -> None:
+async def test_a_restart_is_seen_while_events_come_even_where_the_new_clock_is_behind(engine):
     """It never pauses, and its numbers are those of batches that the one before it has told."""
     async with following(engine, verify_s=1.0) as follower:
         engine.tell(*[[stored(1)]] * 1000)
@@ -181,7 +181,7 @@ async def test_a_restart_is_seen_while_events_come_even_where_the_new_clock_is_b
         assert (follower.counts.restarts, follower.counts.lost) == (1, 0)
 
 
-async def test_a_buffer_that_never_ends_is_asked_again_only_while_something_comes(tmp_path: Path) -> None:
+async def test_a_buffer_that_never_ends_is_asked_again_only_while_something_comes(tmp_path):
     events, replay, asked = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay", []
 
     async def answer(socket: zmq.asyncio.Socket) -> None:
@@ -203,7 +203,7 @@ async def test_a_buffer_that_never_ends_is_asked_again_only_while_something_come
         await asyncio.gather(following, answering, return_exceptions=True)
 
 
-async def test_what_the_buffer_no_longer_has_is_said_until_the_server_clears_its_blocks(tmp_path: Path) -> None:
+async def test_what_the_buffer_no_longer_has_is_said_until_the_server_clears_its_blocks(tmp_path):
     engine = Engine(tmp_path, buffer=4)
     engine.tell(*[[stored(i)] for i in range(10)])
     engine.settle()
@@ -219,7 +219,7 @@ async def test_what_the_buffer_no_longer_has_is_said_until_the_server_clears_its
     engine.close()
 
 
-async def test_a_service_that_was_restarted_knows_what_it_knew(engine: Engine) -> None:
+async def test_a_service_that_was_restarted_knows_what_it_knew(engine):
     async with following(engine) as follower:
         for i in range(3000):
             engine.tell([stored(i)] + ([removed(i - 7)] if i >= 7 and i % 3 else []))
@@ -233,7 +233,7 @@ async def test_a_service_that_was_restarted_knows_what_it_knew(engine: Engine) -
         assert len(before) > 750 and (again.counts.lost, again.whole) == (0, True)
 
 
-async def test_what_is_no_event_is_counted_and_skipped(engine: Engine) -> None:
+async def test_what_is_no_event_is_counted_and_skipped(engine):
     with zmq.Context.instance().socket(zmq.PUB) as socket:
         async with following(engine) as follower:
             engine.close()
@@ -249,7 +249,7 @@ async def test_what_is_no_event_is_counted_and_skipped(engine: Engine) -> None:
             await seen(sent)
 
 
-async def test_a_server_that_is_not_there_yet_is_followed_when_it_comes(tmp_path: Path, engine: Engine) -> None:
+async def test_a_server_that_is_not_there_yet_is_followed_when_it_comes(tmp_path, engine):
     engine.close()
     follower = Follower(
         Index(), Source(0), engine.events, engine.replay, name="pod", timeout_s=0.1, verify_s=0.2

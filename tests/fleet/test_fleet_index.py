@@ -113,16 +113,16 @@ def _disagreements(seed: int, *, without: str | None = None) -> int:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_what_is_found_is_what_the_servers_hold_for_any_tenant(seed: int) -> None:
+def test_what_is_found_is_what_the_servers_hold_for_any_tenant(seed):
     assert _disagreements(seed) == 0
 
 
 @pytest.mark.parametrize("kind", ["BlockRemoved", "BlockStored", "AllBlocksCleared"])
-def test_an_index_that_missed_a_kind_of_event_would_be_found_out(kind: str) -> None:
+def test_an_index_that_missed_a_kind_of_event_would_be_found_out(kind):
     assert _disagreements(0, without=kind) > 20
 
 
-def test_ranks_and_groups_of_a_server_are_told_apart() -> None:
+def test_ranks_and_groups_of_a_server_are_told_apart():
     index, ids = Index(), list(range(4 * SIZE))
     index.apply(Source(0, 1), stored([1, 2, 3, 4], ids))
     index.apply(Source(0, 0), stored([1], ids[:SIZE]))
@@ -134,7 +134,7 @@ def test_ranks_and_groups_of_a_server_are_told_apart() -> None:
     assert index.matches(Tokens(ids)) == {0: {"gpu": SIZE}}
 
 
-def test_tiers_may_have_blocks_of_other_sizes_and_adapters_have_their_own() -> None:
+def test_tiers_may_have_blocks_of_other_sizes_and_adapters_have_their_own():
     index, source, ids = Index(), Source(7), list(range(256))
     index.apply(source, stored([1, 2], ids[: 2 * SIZE]))
     index.apply(source, stored([b"x"], ids, block_size=256, medium="cpu"))
@@ -145,7 +145,7 @@ def test_tiers_may_have_blocks_of_other_sizes_and_adapters_have_their_own() -> N
     assert index.blocks() == {(7, "gpu"): 3, (7, "cpu"): 1}
 
 
-def test_blocks_after_unknown_ones_are_not_guessed() -> None:
+def test_blocks_after_unknown_ones_are_not_guessed():
     index, ids = Index(), list(range(2 * SIZE))
     index.apply(Source(0), stored([2], ids[SIZE:], parent=1))
     assert index.matches(Tokens(ids[SIZE:])) == index.matches(Tokens(ids)) == index.blocks() == {}
@@ -165,7 +165,7 @@ def _mangled(choose: random.Random, event: dict[str, Any]) -> Any:
     return choose.choice([one, one, one, choose.choice(junk)])
 
 
-def test_no_event_whatever_it_says_harms_the_index() -> None:
+def test_no_event_whatever_it_says_harms_the_index():
     choose, index, ids = random.Random(5), Index(), list(range(2 * SIZE))
     index.apply(Source(0), stored([1, 2], ids))
     refused = 0

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,13 +30,13 @@ from lmcache_cartridge.fleet.web import HEADER, PREFIX, destination, route
 NAMES = [f"doc-{number}" for number in range(12)]
 
 
-def test_envoy_accepts_the_configuration_as_it_is() -> None:
+def test_envoy_accepts_the_configuration_as_it_is():
     command = [Path(sys.executable).parent / "envoy", "--mode", "validate", "-c", "picker.yaml"]
     done = subprocess.run(command, cwd=ENVOY, capture_output=True, text=True)
     assert (done.returncode, "OK" in done.stdout) == (0, True), done.stderr
 
 
-def test_without_a_pick_the_hash_is_that_of_the_other_configuration() -> None:
+def test_without_a_pick_the_hash_is_that_of_the_other_configuration():
     """Whoever adds a picker, or loses it, finds each cartridge where it was."""
     plain, picked = (
         yaml.safe_load((ENVOY / name).read_text())["static_resources"] for name in ("envoy.yaml", "picker.yaml")
@@ -92,7 +92,7 @@ class Fleet:
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def running(tmp_path_factory):
     with (
         stubs(3) as servers,
         Stub("picker", lambda request: fleet.says(request)) as picker,
@@ -105,7 +105,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 
 @pytest.fixture
-def fleet(running: Fleet) -> Fleet:
+def fleet(running):
     running.says = lambda request: Reply()
     until(lambda: _is_asked(running))
     return running
@@ -117,7 +117,7 @@ def _is_asked(fleet: Fleet) -> bool:
     return len(fleet.picker.requests) > before
 
 
-def test_who_is_picked_answers_whatever_the_hash_says(fleet: Fleet) -> None:
+def test_who_is_picked_answers_whatever_the_hash_says(fleet):
     homes = fleet.answered()
     assert set(homes.values()) == {"0", "1", "2"}, "the control: the hash spreads them"
     for number in range(3):
@@ -125,7 +125,7 @@ def test_who_is_picked_answers_whatever_the_hash_says(fleet: Fleet) -> None:
         assert set(fleet.answered().values()) == {str(number)}
 
 
-def test_the_picker_is_told_what_it_needs_and_no_more(fleet: Fleet) -> None:
+def test_the_picker_is_told_what_it_needs_and_no_more(fleet):
     body = json.dumps({"model": "m", "prompt": "word " * 16_384})
     sent = {"X-Cartridges": "a, b@2", "Authorization": "Bearer key", "Cookie": "secret", HEADER: "mine"}
     assert fleet.http.post("/v1/completions?beta=1", content=body, headers=sent).status_code == 200
@@ -148,7 +148,7 @@ FAILURES: dict[str, Callable[[Fleet], Reply]] = {
 
 
 @pytest.mark.parametrize("failure", ["names nobody", "breaks"])
-def test_no_client_chooses_a_server(fleet: Fleet, failure: str) -> None:
+def test_no_client_chooses_a_server(fleet, failure):
     homes = fleet.answered()
     fleet.says = lambda request: FAILURES[failure](fleet)
     others = {name: next(number for number in range(3) if str(number) != home) for name, home in homes.items()}
@@ -163,13 +163,13 @@ def test_no_client_chooses_a_server(fleet: Fleet, failure: str) -> None:
 
 
 @pytest.mark.parametrize("failure", FAILURES)
-def test_a_picker_that_fails_leaves_the_hash(fleet: Fleet, failure: str) -> None:
+def test_a_picker_that_fails_leaves_the_hash(fleet, failure):
     homes = fleet.answered()
     fleet.says = lambda request: FAILURES[failure](fleet)
     assert fleet.answered() == homes
 
 
-def test_a_picker_that_hangs_is_soon_left_alone_and_asked_again_later(tmp_path: Path) -> None:
+def test_a_picker_that_hangs_is_soon_left_alone_and_asked_again_later(tmp_path):
     go_on = threading.Event()
 
     def hang(request: Request) -> Reply:
@@ -191,7 +191,7 @@ def test_a_picker_that_hangs_is_soon_left_alone_and_asked_again_later(tmp_path: 
         until(lambda: set(fleet.answered().values()) == {"1"})
 
 
-def test_a_body_that_is_too_large_for_the_picker_reaches_its_server_whole(fleet: Fleet) -> None:
+def test_a_body_that_is_too_large_for_the_picker_reaches_its_server_whole(fleet):
     home = fleet.answered(NAMES[:1])
     for size, is_cut in ((15 << 20, False), (17 << 20, True)):
         body = json.dumps({"cartridges": NAMES[:1], "prompt": "x" * size}).encode()
@@ -203,7 +203,7 @@ def test_a_body_that_is_too_large_for_the_picker_reaches_its_server_whole(fleet:
         assert len(asked.body) == (16 << 20 if is_cut else len(body))
 
 
-def test_a_picked_server_that_is_gone_is_passed_over(tmp_path: Path) -> None:
+def test_a_picked_server_that_is_gone_is_passed_over(tmp_path):
     with (
         Stub("gone") as gone,
         stubs(2) as others,
@@ -258,7 +258,7 @@ ODD: dict[str, tuple[bytes, bytes]] = {
 }  # fmt: skip
 
 
-def test_whatever_envoy_lets_through_the_picker_reads(tmp_path: Path) -> None:
+def test_whatever_envoy_lets_through_the_picker_reads(tmp_path):
     """A 4xx of the picker's web server would go to the client."""
 
     def make() -> web.Application:
@@ -291,9 +291,7 @@ def test_whatever_envoy_lets_through_the_picker_reads(tmp_path: Path) -> None:
         ("10.0.0.5:8000", "10.0.0.5:8000"), (CartridgeNotFound("x"), None), (ZeroDivisionError(), None),
     ],
 )  # fmt: skip
-async def test_what_cannot_be_named_is_left_out(
-    said: str | Exception, told: str | None, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_what_cannot_be_named_is_left_out(said, told, caplog):
     picker = Says(said)
     assert await destination(picker.pick, {"a": "b"}, b"{}") == told
     assert picker.asked == [({"a": "b"}, b"{}")]
@@ -301,14 +299,14 @@ async def test_what_cannot_be_named_is_left_out(
     assert bool([record for record in caplog.records if record.levelname == "ERROR"]) == is_a_fault
 
 
-async def test_a_body_that_envoy_cut_is_not_read() -> None:
+async def test_a_body_that_envoy_cut_is_not_read():
     picker = Says("10.0.0.5:8000")
     headers = {"x-envoy-auth-partial-body": "true", "x-cartridges": "a"}
     assert await destination(picker.pick, headers, b'{"model": "m') == "10.0.0.5:8000"
     assert picker.asked == [(headers, b"")]
 
 
-async def test_a_pick_that_takes_too_long_is_given_up_before_envoy_does() -> None:
+async def test_a_pick_that_takes_too_long_is_given_up_before_envoy_does():
     async def pick(headers: Any, body: bytes) -> Any:
         await asyncio.sleep(60 if body else 0)
         return place("10.0.0.5:8000")
@@ -325,7 +323,7 @@ async def test_a_pick_that_takes_too_long_is_given_up_before_envoy_does() -> Non
     ("url", "told"),
     [("http://engine-0:8000", "10.0.0.1:8000,[::1]:8000"), ("https://[2600::1]", "10.0.0.1:443,[::1]:443")],
 )
-async def test_envoy_is_told_every_address_of_a_server(monkeypatch: pytest.MonkeyPatch, url: str, told: str) -> None:
+async def test_envoy_is_told_every_address_of_a_server(monkeypatch, url, told):
     looked, names = [], ["10.0.0.1", "::1", "10.0.0.1"]
 
     async def look_up(host: str, port: str, **options: Any) -> list[Any]:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
@@ -58,7 +56,7 @@ class Servers(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+def servers(tmp_path_factory):
     home = tmp_path_factory.mktemp("home")
     settings = from_mapping({"home": home, "cpu_bytes": 256 << 20, "required": True, "admin": True, "kv_events": True})
     model, facts = CausalModel(MODEL), {}
@@ -138,7 +136,7 @@ def _scored(url: str, placed: dict[str, str]) -> int:
     return right
 
 
-def test_each_is_answered_by_the_server_that_it_was_placed_at(servers: Servers, tmp_path: Path) -> None:
+def test_each_is_answered_by_the_server_that_it_was_placed_at(servers, tmp_path):
     placed = servers.place("picked")
     with (
         service(Fleet(of_mapping({"pods": servers.pods, "poll_s": 0.2}))) as running,
@@ -156,7 +154,7 @@ def test_each_is_answered_by_the_server_that_it_was_placed_at(servers: Servers, 
         assert answered == placed
 
 
-def test_cartridges_that_begin_alike_are_loaded_once_each(servers: Servers, tmp_path: Path) -> None:
+def test_cartridges_that_begin_alike_are_loaded_once_each(servers, tmp_path):
     """Whoever has one of them has the first blocks of all."""
     with (
         service(Fleet(of_mapping({"pods": servers.pods, "poll_s": 0.2}))) as running,

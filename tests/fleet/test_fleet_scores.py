@@ -114,7 +114,7 @@ async def running(tmp_path: Path, count: int = 3, **config: Any) -> AsyncIterato
         yield Running(pods, fleet, client)
 
 
-def test_a_score_is_llm_ds_and_a_tier_further_away_counts_less() -> None:
+def test_a_score_is_llm_ds_and_a_tier_further_away_counts_less():
     assert score({}, 0, 0).total == 0.5
     assert score({"gpu": 128}, 128, 0).total == 2.5
     assert score({"gpu": 64}, 128, 64)[:3] == (1.25, 1.0, 0.25)
@@ -126,13 +126,13 @@ def test_a_score_is_llm_ds_and_a_tier_further_away_counts_less() -> None:
     assert score({"gpu": 64, "disk": 32}, 128, 0).prefix == 1.0
 
 
-def test_of_equal_scores_any_is_picked() -> None:
+def test_of_equal_scores_any_is_picked():
     even = {name: score({}, 0, waiting) for name, waiting in (("a", 0), ("b", 0), ("c", 1))}
     picked = Counter(best(even) for _ in range(1000))
     assert set(picked) == {"a", "b"} and min(picked.values()) > 400
 
 
-def test_a_key_has_one_owner_and_a_server_that_goes_moves_its_own_keys_only() -> None:
+def test_a_key_has_one_owner_and_a_server_that_goes_moves_its_own_keys_only():
     servers = [f"engine-{i}" for i in range(8)]
     keys = [f"cartridge-{i}" for i in range(2000)]
     before = {key: owner(key, servers) for key in keys}
@@ -142,7 +142,7 @@ def test_a_key_has_one_owner_and_a_server_that_goes_moves_its_own_keys_only() ->
     assert {key for key in keys if after[key] != before[key]} == {key for key in keys if before[key] == "engine-3"}
 
 
-async def test_who_holds_a_cartridge_is_picked_and_the_receipt_says_why(tmp_path: Path) -> None:
+async def test_who_holds_a_cartridge_is_picked_and_the_receipt_says_why(tmp_path):
     async with running(tmp_path) as fleet:
         await fleet.known()
         fleet.pods["engine-1"].hold("a")
@@ -164,7 +164,7 @@ async def test_who_holds_a_cartridge_is_picked_and_the_receipt_says_why(tmp_path
         assert {body["path"] for body in rendered} == {"/v1/completions/render"}
 
 
-async def test_a_cartridge_that_nobody_holds_has_one_owner_and_other_requests_go_by_load(tmp_path: Path) -> None:
+async def test_a_cartridge_that_nobody_holds_has_one_owner_and_other_requests_go_by_load(tmp_path):
     async with running(tmp_path) as fleet:
         await fleet.known()
         for name in "abcd":
@@ -186,7 +186,7 @@ async def test_a_cartridge_that_nobody_holds_has_one_owner_and_other_requests_go
         assert (await fleet.pick({"cartridges": ["a"]}))[0] == "engine-2", "under any queue"
 
 
-async def test_a_first_block_that_many_share_does_not_move_a_cartridge_from_its_owner(tmp_path: Path) -> None:
+async def test_a_first_block_that_many_share_does_not_move_a_cartridge_from_its_owner(tmp_path):
     """A chat template or a letterhead: whoever loaded one cartridge has the beginning of all."""
     async with running(tmp_path) as fleet:
         await fleet.known()
@@ -206,7 +206,7 @@ async def test_a_first_block_that_many_share_does_not_move_a_cartridge_from_its_
             assert (picked, receipt["by"]) == (third, "score"), "half of it is"
 
 
-async def test_a_server_that_is_not_healthy_is_left_out_until_it_is_again(tmp_path: Path) -> None:
+async def test_a_server_that_is_not_healthy_is_left_out_until_it_is_again(tmp_path):
     async with running(tmp_path, 2) as fleet:
         await fleet.known()
         fleet.pods["engine-1"].hold("a")
@@ -228,7 +228,7 @@ async def test_a_server_that_is_not_healthy_is_left_out_until_it_is_again(tmp_pa
         await seen(lambda: "no answer" in str(fleet.fleet.pods[1].problem))
 
 
-async def test_a_score_is_of_a_requests_cartridges_and_the_tokens_of_its_prompt(tmp_path: Path) -> None:
+async def test_a_score_is_of_a_requests_cartridges_and_the_tokens_of_its_prompt(tmp_path):
     async with running(tmp_path, 2) as fleet:
         await fleet.known()
         fleet.pods["engine-1"].hold("a")
@@ -247,7 +247,7 @@ async def test_a_score_is_of_a_requests_cartridges_and_the_tokens_of_its_prompt(
         assert told["scores"]["engine-1"] == 2.5
 
 
-async def test_blocks_of_an_adapter_are_its_own(tmp_path: Path) -> None:
+async def test_blocks_of_an_adapter_are_its_own(tmp_path):
     async with running(tmp_path, 2) as fleet:
         await fleet.known()
         fleet.pods["engine-0"].hold("a", adapter="nurse")
@@ -257,7 +257,7 @@ async def test_blocks_of_an_adapter_are_its_own(tmp_path: Path) -> None:
             assert (await fleet.pick({"model": model, "cartridges": ["a"]}))[0] == name
 
 
-async def test_a_name_is_asked_for_again_and_meanwhile_means_what_it_meant(tmp_path: Path) -> None:
+async def test_a_name_is_asked_for_again_and_meanwhile_means_what_it_meant(tmp_path):
     async with running(tmp_path, 1, names_ttl_s=0.001) as fleet:
         await fleet.known()
         (pod,) = fleet.pods.values()
@@ -279,7 +279,7 @@ async def test_a_name_is_asked_for_again_and_meanwhile_means_what_it_meant(tmp_p
         assert sum(body.get("cartridges") == ["c"] for body in pod.rendered) == 1, "once for all who wait"
 
 
-async def test_errors_say_what_is_wrong(tmp_path: Path) -> None:
+async def test_errors_say_what_is_wrong(tmp_path):
     async with running(tmp_path, 2) as fleet:
         await fleet.known()
 
@@ -306,9 +306,7 @@ async def test_errors_say_what_is_wrong(tmp_path: Path) -> None:
         assert (await refused(b'{"prompt": [1]}'))[:2] == (503, NotReplayed.__name__)
 
 
-async def test_a_server_whose_events_raise_once_is_followed_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_server_whose_events_raise_once_is_followed_again(tmp_path, monkeypatch):
     apply, raised = index.Index.apply, []
 
     def failing(self: index.Index, *event: Any) -> bool:
@@ -326,7 +324,7 @@ async def test_a_server_whose_events_raise_once_is_followed_again(
     assert raised
 
 
-async def test_metrics_say_what_was_done(tmp_path: Path) -> None:
+async def test_metrics_say_what_was_done(tmp_path):
     async with running(tmp_path, 2) as fleet:
         await fleet.known()
         fleet.pods["engine-1"].hold("a")
@@ -346,7 +344,7 @@ async def test_metrics_say_what_was_done(tmp_path: Path) -> None:
         assert (await fleet.client.get("/health")).status == 200
 
 
-def test_a_wrong_configuration_is_refused_with_the_key(tmp_path: Path) -> None:
+def test_a_wrong_configuration_is_refused_with_the_key(tmp_path):
     pod = {"name": "a", "url": "http://a:8000"}
     for wrong, words in (
         ({}, "pods"), ({"pods": []}, "pods"), ({"pods": [pod], "port": 1}, "port"), ([], "the file"),
@@ -361,7 +359,7 @@ def test_a_wrong_configuration_is_refused_with_the_key(tmp_path: Path) -> None:
         read_config(tmp_path / "f.yaml")
 
 
-def test_the_shipped_configuration_is_read() -> None:
+def test_the_shipped_configuration_is_read():
     config = read_config(Path(__file__).parents[2] / "configs" / "fleet.yaml")
     assert [pod.address for pod in config.pods] == ["engine-0:8000", "engine-1:8000"]
     given = config.model_dump(exclude={"pods"}, exclude_unset=True)
@@ -370,7 +368,7 @@ def test_the_shipped_configuration_is_read() -> None:
     )
 
 
-async def test_remembered_tokens_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_remembered_tokens_are_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr("lmcache_cartridge.fleet.tokens._MAX_KEPT_TOKENS", 800)
     async with running(tmp_path, 1) as fleet:
         await fleet.known()

@@ -5,13 +5,11 @@ from __future__ import annotations
 import random
 import threading
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import httpx
 import pytest
-from routers import Named, Reply, Request, Stub, envoy, stubs, vllm_router
+from routers import Named, Reply, Request, envoy, stubs, vllm_router
 
 from lmcache_cartridge.fleet.affinity import affinity_key, session_headers
 
@@ -39,14 +37,12 @@ def _chosen(http: httpx.Client, requests: list[Named], path: str = "/v1/completi
 
 
 @pytest.fixture(scope="module")
-def three() -> Iterator[list[Stub]]:
+def three():
     with stubs(3) as running:
         yield running
 
 
-def test_envoy_sends_all_ways_of_naming_a_cartridge_to_one_server(
-    three: list[Stub], tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_envoy_sends_all_ways_of_naming_a_cartridge_to_one_server(three, tmp_path_factory):
     names = [f"doc-{number}" for number in range(60)] + ["a,b", "b,a", "s3://bucket/a/key/of/more/than/32/bytes"]
     urls = [stub.url for stub in three]
     with envoy(urls, tmp_path_factory.mktemp("envoy")) as url, httpx.Client(base_url=url, timeout=60) as http:
@@ -68,7 +64,7 @@ def test_envoy_sends_all_ways_of_naming_a_cartridge_to_one_server(
         assert all(len(servers) > 1 for servers in spread.values()), "the control: without the hash they scatter"
 
 
-def test_a_hot_cartridge_spills_to_the_next_server_and_no_further_and_nothing_else_moves(tmp_path: Path) -> None:
+def test_a_hot_cartridge_spills_to_the_next_server_and_no_further_and_nothing_else_moves(tmp_path):
     """The stubs keep answers back, so that what is in flight adds up."""
     go_on, holding = threading.Event(), threading.Semaphore(0)
 
@@ -106,7 +102,7 @@ def test_a_hot_cartridge_spills_to_the_next_server_and_no_further_and_nothing_el
         assert len({ask_for("hot") for _ in range(8)}) == 1, "alone it fits on its own server"
 
 
-def test_vllm_router_sends_a_session_to_one_server(three: list[Stub], tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_vllm_router_sends_a_session_to_one_server(three, tmp_path_factory):
     names = [f"doc-{number}" for number in range(40)]
     urls = [stub.url for stub in three]
     with (

@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 import shutil
 import sqlite3
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
-from homes import GRACE_S, Home, assert_served, catalog_of, chunk_bytes, lent, prompt_for, read
+from homes import GRACE_S, assert_served, catalog_of, chunk_bytes, lent, prompt_for, read
 from making import make_artifact, make_fingerprint, make_rope
-from waiting import Clock, until
+from waiting import until
 
 from lmcache_cartridge.artifact.cartridge import Place
 from lmcache_cartridge.artifact.reading import PAYLOAD
@@ -28,7 +27,7 @@ from lmcache_cartridge.settings import Settings
 # What is removed.
 
 
-def test_what_was_promised_before_a_removal_is_delivered(home: Home, opened: Callable) -> None:
+def test_what_was_promised_before_a_removal_is_delivered(home, opened):
     made = home.make()
     store, prompt = opened(), prompt_for(home, made)
     assert store.lookup(prompt.hashes) == 4
@@ -42,9 +41,7 @@ def test_what_was_promised_before_a_removal_is_delivered(home: Home, opened: Cal
 
 
 @pytest.mark.parametrize("kind", ["prefill", "trained"])
-def test_a_request_that_has_a_removed_cartridge_is_served_to_its_end(
-    home: Home, opened: Callable, clock: Clock, kind: str
-) -> None:
+def test_a_request_that_has_a_removed_cartridge_is_served_to_its_end(home, opened, clock, kind):
     made = home.make(kind=kind, positions=64)
     digest = made.manifest.digest
     store, prompt = opened(), prompt_for(home, made)._replace(tag=digest)
@@ -64,7 +61,7 @@ def test_a_request_that_has_a_removed_cartridge_is_served_to_its_end(
     assert store.claim(digest, {}).poll().refused == "a cartridge of it is not there"
 
 
-def test_a_chain_with_a_removed_cartridge_is_forgotten_with_it(home: Home, opened: Callable, clock: Clock) -> None:
+def test_a_chain_with_a_removed_cartridge_is_forgotten_with_it(home, opened, clock):
     shape = make_fingerprint(rope=msgspec.structs.replace(make_rope(), pairing="half"))
     first, second = (
         home.make(name, positions=32, seed=seed, fingerprint=shape) for seed, name in enumerate(("a", "b"))
@@ -87,9 +84,7 @@ def test_a_chain_with_a_removed_cartridge_is_forgotten_with_it(home: Home, opene
     assert [catalog_of(store).knows(one.manifest.digest) for one in (first, second)] == [True, False]
 
 
-def test_what_is_removed_and_registered_again_where_it_is_not_sound_is_refused(
-    home: Home, opened: Callable, clock: Clock
-) -> None:
+def test_what_is_removed_and_registered_again_where_it_is_not_sound_is_refused(home, opened, clock):
     made, other = home.make(seed=1), home.make("other", seed=2)
     store, prompt = opened(), prompt_for(home, made)
     bad = shutil.copytree(home.root(), home.path / "bad")
@@ -114,7 +109,7 @@ def test_what_is_removed_and_registered_again_where_it_is_not_sound_is_refused(
 
 
 @pytest.mark.parametrize("gone", ["here", "elsewhere"])
-def test_a_cartridge_that_moved_is_read_where_it_is_sound(home: Home, opened: Callable, gone: str) -> None:
+def test_a_cartridge_that_moved_is_read_where_it_is_sound(home, opened, gone):
     made = home.make()
     store = opened()
     home.registry.register(shutil.copytree(home.root(), home.path / "elsewhere"))
@@ -141,9 +136,7 @@ def _corrupt(path: Path) -> None:
 
 
 @pytest.mark.parametrize(("spoil", "message"), [(_delete, "is gone"), (_corrupt, "not a database")])
-def test_what_was_served_is_served_on_without_its_registry_and_later_changes_are_followed(
-    home: Home, opened: Callable, spoil: Callable, message: str
-) -> None:
+def test_what_was_served_is_served_on_without_its_registry_and_later_changes_are_followed(home, opened, spoil, message):
     made = home.make(seed=1)
     store, backup = opened(), home.path / "backup"
     with sqlite3.connect(home.registry.path) as source, sqlite3.connect(backup) as target:
@@ -162,7 +155,7 @@ def test_what_was_served_is_served_on_without_its_registry_and_later_changes_are
     assert store.names() == ["doc@1", "later@1"]
 
 
-def test_the_keeper_complains_now_and_then_and_goes_on(home: Home, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_keeper_complains_now_and_then_and_goes_on(home, caplog):
     home.make(seed=1)
     store = home.open(settings={"reload_s": 0.01})
     away = home.registry.path.rename(home.path / "away")
@@ -178,9 +171,7 @@ def test_the_keeper_complains_now_and_then_and_goes_on(home: Home, caplog: pytes
 
 
 @pytest.mark.parametrize("place", ["refresh", "poll", "relieve"])
-def test_the_keeper_outlives_an_error_that_nobody_thought_of(
-    home: Home, place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_keeper_outlives_an_error_that_nobody_thought_of(home, place, monkeypatch):
     store = home.open(settings={"reload_s": 0.01})
     part = {"refresh": catalog_of(store), "poll": store._background, "relieve": store.cpu}[place]
     work, failures, before = getattr(part, place), [ZeroDivisionError("a bug")], store.numbers()["background_errors"]
@@ -200,7 +191,7 @@ def test_the_keeper_outlives_an_error_that_nobody_thought_of(
 # The quarantine.
 
 
-def test_a_quarantine_by_another_process_is_followed_and_its_end_too(home: Home, opened: Callable) -> None:
+def test_a_quarantine_by_another_process_is_followed_and_its_end_too(home, opened):
     made, other = home.make(seed=1), home.make("other", seed=2)
     store, prompt = opened(), prompt_for(home, made)
     elsewhere = Quarantine(Settings(home=home.path).quarantine_dir)
@@ -220,7 +211,7 @@ def test_a_quarantine_by_another_process_is_followed_and_its_end_too(home: Home,
 # What is named by path, and what lies on S3.
 
 
-def test_a_document_named_by_its_path_answers_its_tag_and_no_plain_prompt(home: Home, opened: Callable) -> None:
+def test_a_document_named_by_its_path_answers_its_tag_and_no_plain_prompt(home, opened):
     made = make_artifact(home.root(), positions=72)
     store, prompt = opened(), prompt_for(home, made)
     claim = read(store.claim(made.manifest.digest, {made.manifest.digest: Place(home.root(), str(home.root()))}))
@@ -235,9 +226,7 @@ def test_a_document_named_by_its_path_answers_its_tag_and_no_plain_prompt(home: 
 
 
 @pytest.mark.parametrize("sound", [True, False])
-def test_what_was_named_by_its_path_is_forgotten_when_nobody_uses_it(
-    home: Home, opened: Callable, clock: Clock, sound: bool
-) -> None:
+def test_what_was_named_by_its_path_is_forgotten_when_nobody_uses_it(home, opened, clock, sound):
     made = make_artifact(home.root(), positions=72)
     digest, place = made.manifest.digest, Place(home.root(), str(home.root()))
     if not sound:
@@ -260,9 +249,7 @@ def test_what_was_named_by_its_path_is_forgotten_when_nobody_uses_it(
 
 @pytest.mark.parametrize("named", [True, False], ids=["named", "by path"])
 @pytest.mark.parametrize("seen", [True, False], ids=["removal seen", "removal not seen"])
-def test_what_is_gone_from_where_it_was_is_read_from_where_a_claim_says(
-    home: Home, opened: Callable, named: bool, seen: bool
-) -> None:
+def test_what_is_gone_from_where_it_was_is_read_from_where_a_claim_says(home, opened, named, seen):
     made = home.make(positions=72)
     store, digest, prompt = opened(), made.manifest.digest, prompt_for(home, made)
     moved = Place(home.path / "moved", str(home.path / "moved"))
@@ -279,7 +266,7 @@ def test_what_is_gone_from_where_it_was_is_read_from_where_a_claim_says(
     assert store.names() == (["doc@1"] if named else [])
 
 
-def test_where_two_copies_are_registered_a_claim_on_one_is_served_from_either(home: Home, opened: Callable) -> None:
+def test_where_two_copies_are_registered_a_claim_on_one_is_served_from_either(home, opened):
     made = home.make(positions=72)
     store, digest = opened(), made.manifest.digest
     copy = Place(home.path / "copy", str(home.path / "copy"))
@@ -292,9 +279,7 @@ def test_where_two_copies_are_registered_a_claim_on_one_is_served_from_either(ho
         assert catalog_of(store).locations(digest) == where
 
 
-def test_an_artefact_on_a_server_that_is_away_leaves_the_others_served(
-    home: Home, opened: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_artefact_on_a_server_that_is_away_leaves_the_others_served(home, opened, monkeypatch):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
     here, away = home.make("here", seed=1), home.make("away", seed=2)

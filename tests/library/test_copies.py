@@ -38,7 +38,7 @@ kinds = pytest.mark.parametrize("kind", ["prefill", "trained"])
 
 @last
 @kinds
-def test_a_flipped_bit_in_one_copy_takes_nothing_from_the_other(home: Home, copy: str, kind: str) -> None:
+def test_a_flipped_bit_in_one_copy_takes_nothing_from_the_other(home, copy, kind):
     copies = Copies(home, copy, kind)
     store = copies.open()
     assert_served(store, copies.made, copies.prompt)
@@ -52,7 +52,7 @@ def test_a_flipped_bit_in_one_copy_takes_nothing_from_the_other(home: Home, copy
 
 @last
 @kinds
-def test_where_every_copy_is_damaged_it_is_refused_until_one_is_sound(home: Home, copy: str, kind: str) -> None:
+def test_where_every_copy_is_damaged_it_is_refused_until_one_is_sound(home, copy, kind):
     copies = Copies(home, copy, kind)
     copies.flip("m")
     store, digest = copies.open(), copies.made.manifest.digest

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from homes import Home, catalog_of
+from homes import catalog_of
 from waiting import until
 
 from lmcache_cartridge.artifact import reading
@@ -21,7 +20,7 @@ class Mount:
 
 
 @pytest.fixture
-def mount(monkeypatch: pytest.MonkeyPatch) -> Iterator[Mount]:
+def mount(monkeypatch):
     mount, read = Mount(), reading._read_at_most
 
     def hang(path: Path, limit: int) -> bytes:
@@ -34,7 +33,7 @@ def mount(monkeypatch: pytest.MonkeyPatch) -> Iterator[Mount]:
     mount.back.set()
 
 
-def test_a_manifest_that_hangs_when_it_is_read_again_holds_up_no_other(home: Home, mount: Mount) -> None:
+def test_a_manifest_that_hangs_when_it_is_read_again_holds_up_no_other(home, mount):
     made = [home.make(f"{'nfs' if number == 0 else 'n'}{number}", positions=16, seed=number) for number in range(24)]
     store = home.open(settings={"reload_s": 0})
     catalog = catalog_of(store)

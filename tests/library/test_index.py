@@ -21,7 +21,7 @@ CHUNK = 16
 
 
 @pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
+def template(tmp_path_factory):
     return make_artifact(tmp_path_factory.mktemp("artefact") / "doc", positions=40, layers=1).manifest
 
 
@@ -45,9 +45,7 @@ def _hashes(ids: list[int], chunk: int = CHUNK) -> list[int]:
 
 
 @pytest.mark.parametrize(("positions", "chunks"), [(13, 1), (96, 1), (256, 1), (300, 2)])
-def test_the_tail_of_a_trained_cartridge_is_a_chunk_that_no_prompt_finds(
-    template: Manifest, positions: int, chunks: int
-) -> None:
+def test_the_tail_of_a_trained_cartridge_is_a_chunk_that_no_prompt_finds(template, positions, chunks):
     index, ids = KeyIndex(sha256_hasher(256), 256), make_ids(positions, 0)
     _add(index, _manifest(template, "t", positions, "trained"), ids)
     assert index.chunks("t") == [ChunkKey("t", i) for i in range(chunks)]
@@ -60,9 +58,7 @@ def test_the_tail_of_a_trained_cartridge_is_a_chunk_that_no_prompt_finds(
 # vLLM and LMCache warn while they are imported; what they compute is what is tested.
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("positions", "chunk"), [(600, 256), (512, 256), (100, 16), (15, 16)])
-def test_lmcache_hashes_a_prompt_to_a_leading_run_of_exactly_the_whole_chunks(
-    template: Manifest, positions: int, chunk: int
-) -> None:
+def test_lmcache_hashes_a_prompt_to_a_leading_run_of_exactly_the_whole_chunks(template, positions, chunk):
     from lmcache.v1.config import LMCacheEngineConfig
     from lmcache.v1.metadata import LMCacheMetadata
 
@@ -84,7 +80,7 @@ def test_lmcache_hashes_a_prompt_to_a_leading_run_of_exactly_the_whole_chunks(
     assert index.leading(chain([document[0] + 1, *document[1:], *question]), None) == []
 
 
-def test_what_was_registered_last_leads_in_whatever_order_they_are_read(template: Manifest) -> None:
+def test_what_was_registered_last_leads_in_whatever_order_they_are_read(template):
     index = _index()
     ids = make_ids(2 * CHUNK, 5)
     hashes = index.hash(_manifest(template, "a", len(ids)), ids)
@@ -225,7 +221,7 @@ class _Index(RuleBasedStateMachine):
 
 @pytest.mark.parametrize("width", [8, 32])
 @pytest.mark.parametrize("bound", [1, 5, 1 << 18])
-def test_the_index_answers_as_a_dict_of_everything(width: int, bound: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_index_answers_as_a_dict_of_everything(width, bound, monkeypatch):
     monkeypatch.setattr(index_module, "MAX_CACHED_CHUNKS", bound)
     machine = type("_Index", (_Index,), {"width": width})
     run_state_machine_as_test(machine, settings=settings(max_examples=60, stateful_step_count=30, deadline=None))
@@ -233,7 +229,7 @@ def test_the_index_answers_as_a_dict_of_everything(width: int, bound: int, monke
 
 @given(st.integers())
 @settings(deadline=None)
-def test_a_hash_that_is_none_of_this_engine_is_a_miss(chunk_hash: int) -> None:
+def test_a_hash_that_is_none_of_this_engine_is_a_miss(chunk_hash):
     index = KeyIndex(_hasher(8), SHORT)
     index.add("a", bytes(7) + b"\1", open_to_all=True)
     assert len(index.leading([chunk_hash], None)) == (chunk_hash == 1)

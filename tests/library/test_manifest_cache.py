@@ -6,7 +6,6 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -73,7 +72,7 @@ class _Remote:
 
 
 @pytest.fixture
-def remote(s3_credentials: S3Server, bucket: str, tmp_path: Path) -> Iterator[_Remote]:
+def remote(s3_credentials, bucket, tmp_path):
     with FaultyProxy(s3_credentials.port) as proxy:
         remote = _Remote(proxy, s3_credentials, bucket, tmp_path)
         yield remote
@@ -81,7 +80,7 @@ def remote(s3_credentials: S3Server, bucket: str, tmp_path: Path) -> Iterator[_R
 
 
 @both
-def test_a_copy_is_private_and_holds_manifest_and_ids_but_no_payload(remote: _Remote) -> None:
+def test_a_copy_is_private_and_holds_manifest_and_ids_but_no_payload(remote):
     made = remote.put()
     copy = remote.cache().fetch(remote.location)
     assert sorted(files_under(copy)) == [MANIFEST, "token_ids.npy"]
@@ -97,7 +96,7 @@ def test_a_copy_is_private_and_holds_manifest_and_ids_but_no_payload(remote: _Re
 
 
 @both
-def test_s3_is_asked_again_only_after_the_age_or_by_force(remote: _Remote) -> None:
+def test_s3_is_asked_again_only_after_the_age_or_by_force(remote):
     remote.put()
     cache = remote.cache()
     copy = cache.fetch(remote.location)
@@ -111,7 +110,7 @@ def test_s3_is_asked_again_only_after_the_age_or_by_force(remote: _Remote) -> No
     assert remote.requests() == 2, "not modified, and the payload's size"
 
 
-def test_a_replaced_artefact_is_another_copy_and_the_old_one_stays(remote: _Remote) -> None:
+def test_a_replaced_artefact_is_another_copy_and_the_old_one_stays(remote):
     first = remote.put(1)
     cache = remote.cache()
     old = cache.fetch(remote.location)
@@ -127,7 +126,7 @@ def test_a_replaced_artefact_is_another_copy_and_the_old_one_stays(remote: _Remo
 
 @pytest.mark.parametrize("file", [MANIFEST, "token_ids.npy"])
 @pytest.mark.parametrize("damage", ["removed", "truncated"])
-def test_a_damaged_copy_is_made_again_by_the_next_process(remote: _Remote, file: str, damage: str) -> None:
+def test_a_damaged_copy_is_made_again_by_the_next_process(remote, file, damage):
     made = remote.put()
     copy = remote.cache().fetch(remote.location)
     if damage == "removed":
@@ -140,9 +139,7 @@ def test_a_damaged_copy_is_made_again_by_the_next_process(remote: _Remote, file:
     assert load_token_ids(load_manifest(copy, made.manifest.digest, payload=False), copy) is not None
 
 
-def test_without_s3_the_known_copy_stands_in_and_is_warned_of_once(
-    remote: _Remote, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_s3_the_known_copy_stands_in_and_is_warned_of_once(remote, caplog):
     remote.put()
     cache = remote.cache()
     copy = cache.fetch(remote.location)
@@ -157,7 +154,7 @@ def test_without_s3_the_known_copy_stands_in_and_is_warned_of_once(
     assert cache.fetch(remote.location, force=True) == copy
 
 
-def test_without_s3_it_is_not_asked_for_every_request(remote: _Remote) -> None:
+def test_without_s3_it_is_not_asked_for_every_request(remote):
     remote.put()
     remote.cache().fetch(remote.location)
     cache = remote.cache()
@@ -168,7 +165,7 @@ def test_without_s3_it_is_not_asked_for_every_request(remote: _Remote) -> None:
     assert remote.requests() == 0
 
 
-def test_a_slow_s3_holds_up_one_who_asks_and_no_other(remote: _Remote) -> None:
+def test_a_slow_s3_holds_up_one_who_asks_and_no_other(remote):
     remote.put()
     patient = Sources(S3Source(endpoint_url=remote.proxy.endpoint, timeout_s=30))
     cache = ManifestCache(remote.directory, patient)
@@ -188,9 +185,7 @@ def test_a_slow_s3_holds_up_one_who_asks_and_no_other(remote: _Remote) -> None:
 
 
 @pytest.mark.parametrize(("code", "kind"), [(404, SourceNotFound), (403, SourceDenied)])
-def test_what_was_removed_or_is_denied_now_is_not_served_from_the_copy(
-    remote: _Remote, code: int, kind: type[SourceError]
-) -> None:
+def test_what_was_removed_or_is_denied_now_is_not_served_from_the_copy(remote, code, kind):
     remote.put()
     cache = remote.cache()
     cache.fetch(remote.location)
@@ -199,7 +194,7 @@ def test_what_was_removed_or_is_denied_now_is_not_served_from_the_copy(
         cache.fetch(remote.location, max_age_s=0)
 
 
-def test_an_artefact_that_is_not_sound_makes_no_copy(remote: _Remote) -> None:
+def test_an_artefact_that_is_not_sound_makes_no_copy(remote):
     remote.put()
     payload, ids, manifest = (remote.get_file(file) for file in (PAYLOAD, "token_ids.npy", MANIFEST))
 
@@ -228,12 +223,12 @@ def test_an_artefact_that_is_not_sound_makes_no_copy(remote: _Remote) -> None:
     assert remote.cache().fetch(remote.location)
 
 
-def test_a_cartridge_of_few_ids_has_none_to_fetch(remote: _Remote) -> None:
+def test_a_cartridge_of_few_ids_has_none_to_fetch(remote):
     remote.put(positions=32)
     assert list(files_under(remote.cache().fetch(remote.location))) == [MANIFEST]
 
 
-def test_threads_and_processes_get_the_same_copy(remote: _Remote) -> None:
+def test_threads_and_processes_get_the_same_copy(remote):
     remote.put()
     caches = [remote.cache() for _ in range(4)]  # as many processes would; they share nothing but the directory
     found: list[Path] = []
@@ -244,7 +239,7 @@ def test_threads_and_processes_get_the_same_copy(remote: _Remote) -> None:
     assert not list(remote.directory.glob("*/.*"))
 
 
-def test_what_a_killed_process_left_is_removed_when_it_is_old(remote: _Remote) -> None:
+def test_what_a_killed_process_left_is_removed_when_it_is_old(remote):
     old, new = (remote.directory / "x" / f".{name}.partial" for name in "ab")
     for partial in (old, new):
         partial.mkdir(parents=True)
@@ -256,7 +251,7 @@ def test_what_a_killed_process_left_is_removed_when_it_is_old(remote: _Remote) -
     assert new.exists()
 
 
-def test_copies_that_nobody_asks_for_are_removed_after_a_month(remote: _Remote) -> None:
+def test_copies_that_nobody_asks_for_are_removed_after_a_month(remote):
     remote.put()
     cache = remote.cache()
     copy = cache.fetch(remote.location)
@@ -277,7 +272,7 @@ def test_copies_that_nobody_asks_for_are_removed_after_a_month(remote: _Remote) 
     assert load_manifest(cache.fetch(remote.location), payload=False)
 
 
-def test_locations_beyond_a_bound_are_looked_up_again(remote: _Remote, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_locations_beyond_a_bound_are_looked_up_again(remote, monkeypatch):
     monkeypatch.setattr("lmcache_cartridge.library.manifest_cache._MAX_ENTRIES", 3)
     remote.put()
     cache = remote.cache()
@@ -296,7 +291,7 @@ def _huge_text(fingerprint: Fingerprint, positions: int) -> bytes:
     return msgspec.structs.replace(draft, digest=content_digest(draft)).encode()
 
 
-def test_ids_of_another_model_are_not_fetched(remote: _Remote) -> None:
+def test_ids_of_another_model_are_not_fetched(remote):
     remote.put_file(MANIFEST, _huge_text(make_fingerprint(layers=5), 1 << 20))
     index = KeyIndex(lambda ids: [1], 16)
     where = {"directory": Path("/nowhere"), "registry": Path("/nowhere"), "accept_weights": False}
@@ -306,7 +301,7 @@ def test_ids_of_another_model_are_not_fetched(remote: _Remote) -> None:
     assert remote.requests() == 1, "the manifest"
 
 
-def test_more_ids_than_any_context_has_are_refused_by_the_manifest_alone(remote: _Remote) -> None:
+def test_more_ids_than_any_context_has_are_refused_by_the_manifest_alone(remote):
     """No engine is known where a cartridge is registered: 8 GiB of ids were asked for there."""
     remote.put_file(MANIFEST, _huge_text(make_fingerprint(), (1 << 31) - 1))
     with pytest.raises(ManifestError, match="<= 16777215"):

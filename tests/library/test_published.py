@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from faulty_proxy import FaultyProxy, status
+from faulty_proxy import status
 from making import files_under, make_artifact
 from s3 import both
 from waiting import run_threads
@@ -100,7 +100,7 @@ class Where(NamedTuple):
 
 
 @pytest.fixture
-def where(s3_kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> Where:
+def where(s3_kind, request, tmp_path):
     if s3_kind == "directory":
         return Where(str(tmp_path / "shared"), tmp_path)
     server, bucket = request.getfixturevalue("s3_credentials"), request.getfixturevalue("bucket")
@@ -109,7 +109,7 @@ def where(s3_kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> Where
 
 
 @pytest.fixture
-def s3_kind() -> str:
+def s3_kind():
     """Where the library of a test lies that names no place."""
     return "directory"
 
@@ -137,7 +137,7 @@ def names(registry: Registry) -> list[str]:
 
 
 @EVERYWHERE
-def test_what_is_published_is_seen_by_everybody_and_is_the_same_cartridge(where: Where) -> None:
+def test_what_is_published_is_seen_by_everybody_and_is_the_same_cartridge(where):
     root = made(where.tmp_path / "one")
     two = made(where.tmp_path / "two", version=2, seed=1)
     with Library(where.settings("author")) as author:
@@ -168,7 +168,7 @@ def test_what_is_published_is_seen_by_everybody_and_is_the_same_cartridge(where:
 
 
 @EVERYWHERE
-def test_two_processes_publish_and_remove_a_thousand_times_and_lose_nothing(where: Where) -> None:
+def test_two_processes_publish_and_remove_a_thousand_times_and_lose_nothing(where):
     script = Path(__file__).parents[1] / "publishing.py"
     homes = [where.tmp_path / "machines" / f"author-{number}" for number in range(2)]
     processes = [
@@ -209,7 +209,7 @@ def test_two_processes_publish_and_remove_a_thousand_times_and_lose_nothing(wher
 
 @pytest.mark.parametrize("blind", [False, True])
 @EVERYWHERE
-def test_of_two_changes_at_once_one_is_lost_only_without_the_condition(where: Where, blind: bool) -> None:
+def test_of_two_changes_at_once_one_is_lost_only_without_the_condition(where, blind):
     """Both publishers have read the index before either writes it."""
     machines, gate, lock = [where.machine(str(n)) for n in range(2)], threading.Barrier(2), threading.Lock()
     roots = [made(where.tmp_path / f"r{n}", f"name-{n}", seed=n) for n in range(2)]
@@ -231,7 +231,7 @@ def test_of_two_changes_at_once_one_is_lost_only_without_the_condition(where: Wh
     assert len(names(reader)) == (1 if blind else 2)
 
 
-def test_a_publisher_deletes_nothing_that_another_just_stored(where: Where, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_publisher_deletes_nothing_that_another_just_stored(where, monkeypatch):
     """A part of the artefact is missing, and one publisher puts it right while another is about to (H8)."""
     root = made(where.tmp_path / "one")
     manifest = reading.load_manifest(root)
@@ -262,7 +262,7 @@ def test_a_publisher_deletes_nothing_that_another_just_stored(where: Where, monk
 
 
 @pytest.mark.parametrize("s3_kind", ["moto"])
-def test_a_push_deletes_no_manifest_of_the_same_content(where: Where) -> None:
+def test_a_push_deletes_no_manifest_of_the_same_content(where):
     root = made(where.tmp_path / "one")
     source = S3Source()
     deleted: list[str] = []
@@ -319,9 +319,7 @@ def _row(place: int, value: Any) -> Callable[[dict[str, Any]], bytes]:
         (_row(4, -1), "damaged or was written by something else"),
     ],
 )  # fmt: skip
-def test_an_index_that_cannot_be_understood_stops_following_and_nothing_else(
-    where: Where, spoil: Callable[[dict[str, Any]], bytes], said: str
-) -> None:
+def test_an_index_that_cannot_be_understood_stops_following_and_nothing_else(where, spoil, said):
     author, follower = where.machine("author"), where.machine("follower", writes=False)
     add(author, made(where.tmp_path / "a", "a"))
     follower.follow()
@@ -343,7 +341,7 @@ def test_an_index_that_cannot_be_understood_stops_following_and_nothing_else(
     assert (names(follower), follower.following().problem) == (["a@1", "b@1"], None)
 
 
-def test_ten_thousand_cartridges_are_one_request_and_so_is_a_change(where: Where) -> None:
+def test_ten_thousand_cartridges_are_one_request_and_so_is_a_change(where):
     count = 10_000
     author = where.machine("author")
     author.begin()
@@ -367,9 +365,7 @@ def test_ten_thousand_cartridges_are_one_request_and_so_is_a_change(where: Where
     assert follower.current(["c00001"]) == {"c00001@1"}
 
 
-def test_a_publisher_that_dies_before_its_change_left_nothing_to_see(
-    where: Where, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_publisher_that_dies_before_its_change_left_nothing_to_see(where, monkeypatch):
     root = made(where.tmp_path / "one")
     add(where.machine("other"), made(where.tmp_path / "a", "a"))
     reader = where.machine("reader", writes=False)
@@ -388,7 +384,7 @@ def test_a_publisher_that_dies_before_its_change_left_nothing_to_see(
     assert names(reader) == ["a@1", "doc@1"]
 
 
-def test_a_change_whose_answer_was_lost_is_made_once(where: Where) -> None:
+def test_a_change_whose_answer_was_lost_is_made_once(where):
     author = where.machine("author")
     for version in (1, 2, 3):
         add(author, made(where.tmp_path / str(version), "a", version, seed=version))
@@ -415,7 +411,7 @@ def test_a_change_whose_answer_was_lost_is_made_once(where: Where) -> None:
     assert (names(reader), reader.labels()) == (["a@1", "a@2", "b@1"], {"current": "a@2", "other": "a@1"})
 
 
-def test_a_write_that_fails_changes_nothing_here_either(where: Where) -> None:
+def test_a_write_that_fails_changes_nothing_here_either(where):
     author = where.machine("author")
     add(author, made(where.tmp_path / "a", "a"))
     for error in (SourceDenied("these credentials may not write"), SourceError("S3 is away")):
@@ -430,9 +426,7 @@ def test_a_write_that_fails_changes_nothing_here_either(where: Where) -> None:
 
 
 @both
-def test_where_two_writers_cannot_know_of_each_other_nobody_publishes(
-    s3_kind: str, where: Where, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_two_writers_cannot_know_of_each_other_nobody_publishes(s3_kind, where, monkeypatch):
     """Swift answers 501 to the condition; a server that looks first and writes later lets more than one win."""
     root = made(where.tmp_path / "a", "a")
     if s3_kind == "moto":
@@ -469,7 +463,7 @@ def test_where_two_writers_cannot_know_of_each_other_nobody_publishes(
         source.close()
 
 
-def test_a_library_that_was_made_anew_is_read_anew_and_one_that_is_gone_is_not_believed(where: Where) -> None:
+def test_a_library_that_was_made_anew_is_read_anew_and_one_that_is_gone_is_not_believed(where):
     follower = where.machine("follower", writes=False)
     for name in "ab":
         add(where.machine("author"), made(where.tmp_path / name, name), label=f"old-{name}")
@@ -484,7 +478,7 @@ def test_a_library_that_was_made_anew_is_read_anew_and_one_that_is_gone_is_not_b
     assert (names(follower), names(author), follower.labels()) == (["b@1"], ["b@1"], {})
 
 
-def test_indexes_of_one_size_written_within_one_tick_have_different_revisions(where: Where) -> None:
+def test_indexes_of_one_size_written_within_one_tick_have_different_revisions(where):
     writer, revision = DirectoryWriter(where.location), None
     revisions = []
     for number in range(200):
@@ -495,7 +489,7 @@ def test_indexes_of_one_size_written_within_one_tick_have_different_revisions(wh
     assert writer.swap(INDEX, b"new", None) is None
 
 
-def test_a_copy_that_is_damaged_is_made_anew(where: Where) -> None:
+def test_a_copy_that_is_damaged_is_made_anew(where):
     add(where.machine("author"), made(where.tmp_path / "a", "a"))
     follower = where.machine("follower", writes=False)
     follower.follow()
@@ -504,7 +498,7 @@ def test_a_copy_that_is_damaged_is_made_anew(where: Where) -> None:
     assert (again.follow(), names(again)) == (True, ["a@1"])
 
 
-def test_nobody_waits_for_a_look_that_hangs_nor_goes_back_to_what_it_read(where: Where) -> None:
+def test_nobody_waits_for_a_look_that_hangs_nor_goes_back_to_what_it_read(where):
     author = where.machine("author")
     add(author, made(where.tmp_path / "a", "a"))
     read, leave = threading.Event(), threading.Event()
@@ -531,7 +525,7 @@ def test_nobody_waits_for_a_look_that_hangs_nor_goes_back_to_what_it_read(where:
 
 
 @pytest.mark.parametrize("s3_kind", ["moto"])
-def test_a_conditional_put_says_who_was_first(where: Where, proxy: FaultyProxy) -> None:
+def test_a_conditional_put_says_who_was_first(where, proxy):
     source = S3Source(endpoint_url=proxy.endpoint)
     try:
         first = source.swap(where.location, "a", b"first", None)
@@ -552,21 +546,19 @@ def test_a_conditional_put_says_who_was_first(where: Where, proxy: FaultyProxy) 
 
 
 @pytest.mark.parametrize("wrong", ["s3://bucket", "shared/fleet", "", "s3://bucket/../x", "http://x/y", "/a\0b"])
-def test_what_is_no_library_is_refused(wrong: str) -> None:
+def test_what_is_no_library_is_refused(wrong):
     with pytest.raises(SettingsError, match="library"):
         from_mapping({"library": wrong})
 
 
 @pytest.mark.parametrize("s3_kind", ["moto"])
-def test_a_server_that_knows_nothing_yet_does_not_start_without_its_library(where: Where) -> None:
+def test_a_server_that_knows_nothing_yet_does_not_start_without_its_library(where):
     nowhere = where.settings("server").model_copy(update={"library": "s3://no-such-bucket/library"})
     with pytest.raises(SourceNotFound, match="NoSuchBucket"):
         Follower(nowhere)
 
 
-def test_a_publisher_that_was_stopped_in_a_directory_holds_up_others_for_a_while_only(
-    where: Where, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_publisher_that_was_stopped_in_a_directory_holds_up_others_for_a_while_only(where, monkeypatch):
     monkeypatch.setattr("lmcache_cartridge.sources.writers._WAIT_S", 0.05)
     author = where.machine("author")
     add(author, made(where.tmp_path / "a", "a"))
@@ -576,7 +568,7 @@ def test_a_publisher_that_was_stopped_in_a_directory_holds_up_others_for_a_while
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_random_changes_by_three_machines_are_what_one_registry_would_have_done(where: Where, seed: int) -> None:
+def test_random_changes_by_three_machines_are_what_one_registry_would_have_done(where, seed):
     """Each machine looks now and then; what is refused is refused by a plain registry too, and all copies come out alike."""
     chance = random.Random(seed)
     machines = [where.machine(str(n)) for n in range(3)]
@@ -621,7 +613,7 @@ def test_random_changes_by_three_machines_are_what_one_registry_would_have_done(
 
 
 @EVERYWHERE
-def test_what_is_withdrawn_is_gone_with_its_labels_and_files_and_nothing_of_others(where: Where) -> None:
+def test_what_is_withdrawn_is_gone_with_its_labels_and_files_and_nothing_of_others(where):
     """Also from where it was stored and never listed, since its publisher was killed."""
     root, other = made(where.tmp_path / "one", name="one"), made(where.tmp_path / "other", name="one", seed=1)
     with Library(where.settings("author")) as author:
@@ -646,7 +638,7 @@ def test_what_is_withdrawn_is_gone_with_its_labels_and_files_and_nothing_of_othe
         assert {path.name for path in Path(where.location).iterdir()} <= {INDEX, "library.lock"}
 
 
-def test_who_may_not_write_in_a_directory_hears_so_before_anything_is_published(where: Where) -> None:
+def test_who_may_not_write_in_a_directory_hears_so_before_anything_is_published(where):
     Path(where.location).write_text("no directory")
     with Library(where.settings("author")) as author, pytest.raises(SourceError, match="shared"):
         author.registry.begin()

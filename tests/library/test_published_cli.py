@@ -40,16 +40,16 @@ class Author:
 
 
 @pytest.fixture
-def authors(tmp_path: Path, capsys: pytest.CaptureFixture[str], library: str) -> list[Author]:
+def authors(tmp_path, capsys, library):
     return [Author(tmp_path / name, library, capsys) for name in ("one", "two")]
 
 
 @pytest.fixture
-def library(tmp_path: Path) -> str:
+def library(tmp_path):
     return str(tmp_path / "shared")
 
 
-def test_what_the_page_shows(authors: list[Author]) -> None:
+def test_what_the_page_shows(authors):
     one, two = authors
     one.make("handbook")
     told = one.json("publish", "handbook", "--label", "current")
@@ -81,7 +81,7 @@ def test_what_the_page_shows(authors: list[Author]) -> None:
     assert [row.name for row in Registry(one.path / "registry.sqlite").all()] == ["handbook@1", "handbook@2"]
 
 
-def test_machines_that_count_by_themselves_publish_one_after_the_other(authors: list[Author], tmp_path: Path) -> None:
+def test_machines_that_count_by_themselves_publish_one_after_the_other(authors, tmp_path):
     one, two = authors
     for seed, author in enumerate(authors):
         author.make("handbook", seed=seed)
@@ -98,7 +98,7 @@ def test_machines_that_count_by_themselves_publish_one_after_the_other(authors: 
     assert two("publish", "handbook", "--library", two.library)[2].count("other content") == 1
 
 
-def test_a_cartridge_that_is_not_sound_is_not_published(authors: list[Author], tmp_path: Path) -> None:
+def test_a_cartridge_that_is_not_sound_is_not_published(authors, tmp_path):
     root = authors[0].make("handbook")
     flip_bit(root / PAYLOAD, (root / PAYLOAD).stat().st_size - 1)
     status, _, err = authors[0]("publish", "handbook", "--library", authors[0].library)

@@ -7,7 +7,6 @@ import random
 import uuid
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import openai
@@ -15,7 +14,6 @@ import pytest
 from faulty_proxy import Answer as Sent
 from faulty_proxy import FaultyProxy, Handler, sound
 from recall.ward import ask, write_document
-from s3 import MotoServer
 from traffic import Traffic
 from waiting import answered, until
 from wards import MODEL, Asker, patients, prefill, save, sure
@@ -66,7 +64,7 @@ class Client(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Path], dict[str, dict[Question, Any]]]:
+def made(tmp_path_factory):
     """Artefacts by name, and what each answers to the questions that all of them know with certainty."""
     model, roots, known = CausalModel(MODEL), {}, {}
     for name, version in (("ward", 1), ("ward", 2), ("doomed", 1)):
@@ -81,9 +79,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Path], dic
 
 
 @pytest.mark.parametrize("mode", ["in-process", "multiprocess"])
-def test_a_publish_a_moved_label_and_a_removal_under_load(
-    moto_server: MotoServer, tmp_path: Path, made: tuple[dict[str, Path], dict[str, dict[Question, Any]]], mode: Any
-) -> None:
+def test_a_publish_a_moved_label_and_a_removal_under_load(moto_server, tmp_path, made, mode):
     roots, known = made
     questions = [
         question

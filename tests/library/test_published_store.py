@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from homes import CHUNK, Home, Prompt, assert_served
 from making import Made, make_artifact, make_ids, sha256_hasher
-from s3 import MotoServer
 from waiting import until
 
 from lmcache_cartridge.artifact.reading import load_token_ids
@@ -45,13 +44,13 @@ class Fleet:
 
 
 @pytest.fixture
-def fleet(home: Home, tmp_path: Path) -> Any:
+def fleet(home, tmp_path):
     fleet = Fleet(home, tmp_path, str(tmp_path / "shared"))
     yield fleet
     fleet.library.close()
 
 
-def test_servers_serve_what_is_published_and_stop_with_what_is_removed(fleet: Fleet, home: Home) -> None:
+def test_servers_serve_what_is_published_and_stop_with_what_is_removed(fleet, home):
     one = fleet.make("one")
     home.make("local", seed=9)
     servers = [fleet.server(f"server-{n}") for n in range(2)]
@@ -71,7 +70,7 @@ def test_servers_serve_what_is_published_and_stop_with_what_is_removed(fleet: Fl
         assert_served(server, newer, fleet.prompt(newer))
 
 
-def test_what_was_known_is_served_after_a_restart_without_the_library(fleet: Fleet, tmp_path: Path) -> None:
+def test_what_was_known_is_served_after_a_restart_without_the_library(fleet, tmp_path):
     made = fleet.make("one")
     fleet.server().close()
     index = Path(fleet.location) / INDEX
@@ -87,22 +86,20 @@ def test_what_was_known_is_served_after_a_restart_without_the_library(fleet: Fle
 
 
 @pytest.fixture
-def s3_kind() -> str:
+def s3_kind():
     """Swift cannot be published to."""
     return "moto"
 
 
 @pytest.fixture
-def s3_fleet(
-    home: Home, tmp_path: Path, s3_credentials: MotoServer, bucket: str, monkeypatch: pytest.MonkeyPatch
-) -> Any:
+def s3_fleet(home, tmp_path, s3_credentials, bucket, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", s3_credentials.endpoint)
     fleet = Fleet(home, tmp_path, f"s3://{bucket}/library")
     yield fleet
     fleet.library.close()
 
 
-def test_a_server_writes_nothing_to_the_library(s3_fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_writes_nothing_to_the_library(s3_fleet, monkeypatch):
     made = s3_fleet.make("one")
 
     def refuse(*arguments: object, **options: object) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from faulty_proxy import FaultyProxy, flipped, reset, trickle
+from faulty_proxy import flipped, reset, trickle
 from making import files_under, flip_bit, make_artifact, make_fingerprint
 from s3 import S3Server, both
 from waiting import run_threads, until
@@ -68,12 +68,12 @@ class _Machine:
 
 
 @pytest.fixture
-def here(s3_credentials: S3Server, bucket: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> _Machine:
+def here(s3_credentials, bucket, tmp_path, capsys):
     return _Machine(tmp_path / "here", s3_credentials, bucket, capsys)
 
 
 @pytest.fixture
-def there(s3_credentials: S3Server, bucket: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> _Machine:
+def there(s3_credentials, bucket, tmp_path, capsys):
     return _Machine(tmp_path / "there", s3_credentials, bucket, capsys)
 
 
@@ -98,7 +98,7 @@ def _one_line(ran: _Ran, *words: str) -> None:
 
 
 @both
-def test_a_pulled_cartridge_is_the_one_that_was_pushed(here: _Machine, there: _Machine) -> None:
+def test_a_pulled_cartridge_is_the_one_that_was_pushed(here, there):
     root = _registered(here)
     digest = json.loads((root / MANIFEST).read_bytes())["digest"]
     assert here.json("publish", "doc", here.location) == {
@@ -119,9 +119,7 @@ def test_a_pulled_cartridge_is_the_one_that_was_pushed(here: _Machine, there: _M
 
 
 @both
-def test_a_payload_of_several_parts_and_windows_arrives(
-    here: _Machine, there: _Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_payload_of_several_parts_and_windows_arrives(here, there, monkeypatch):
     monkeypatch.setattr(transfer, "_WINDOW_BYTES", 10_000_001)
     root = _registered(here, positions=20_000, layers=4, chunk_tokens=256)
     assert (root / PAYLOAD).stat().st_size > 2 * (16 << 20), "multipart"
@@ -130,7 +128,7 @@ def test_a_payload_of_several_parts_and_windows_arrives(
 
 
 @pytest.mark.parametrize("kind", ["tokens", "trained", "few ids"])
-def test_every_kind_of_cartridge_travels(here: _Machine, there: _Machine, kind: str, tmp_path: Path) -> None:
+def test_every_kind_of_cartridge_travels(here, there, kind, tmp_path):
     import numpy as np
 
     root, count = tmp_path / "a", 8 if kind == "few ids" else 100
@@ -148,7 +146,7 @@ def test_every_kind_of_cartridge_travels(here: _Machine, there: _Machine, kind: 
     assert _bytes(Path(there.json("pull", here.location)["path"])) == _bytes(root)
 
 
-def test_the_same_again_is_nothing_to_do(here: _Machine, there: _Machine) -> None:
+def test_the_same_again_is_nothing_to_do(here, there):
     root = _registered(here)
     here.json("publish", "doc", here.location)
     before = {
@@ -170,7 +168,7 @@ def test_the_same_again_is_nothing_to_do(here: _Machine, there: _Machine) -> Non
 
 
 @both
-def test_a_push_completes_one_that_lost_a_file(here: _Machine) -> None:
+def test_a_push_completes_one_that_lost_a_file(here):
     root = _registered(here)
     for lost in (PAYLOAD, "token_ids.npy", MANIFEST):
         here.json("publish", "doc", here.location)
@@ -179,7 +177,7 @@ def test_a_push_completes_one_that_lost_a_file(here: _Machine) -> None:
         assert here.remote_files()[f"cartridges/doc/{lost}"] == (root / lost).read_bytes()
 
 
-def test_other_content_is_replaced_by_force_only(here: _Machine, there: _Machine) -> None:
+def test_other_content_is_replaced_by_force_only(here, there):
     _registered(here, "one", seed=1)
     here.json("publish", "doc", here.location)
     before = here.remote_files()
@@ -190,7 +188,7 @@ def test_other_content_is_replaced_by_force_only(here: _Machine, there: _Machine
     assert _bytes(Path(there.json("pull", here.location)["path"])) == _bytes(new)
 
 
-def test_a_corrupt_cartridge_is_not_pushed(here: _Machine) -> None:
+def test_a_corrupt_cartridge_is_not_pushed(here):
     root = _registered(here)
     flip_bit(root / PAYLOAD, 9000)
     _one_line(here.transfer("publish", "doc", here.location), "cartridge doc@1: chunk")
@@ -199,9 +197,7 @@ def test_a_corrupt_cartridge_is_not_pushed(here: _Machine) -> None:
 
 @pytest.mark.parametrize("broken", [MANIFEST, PAYLOAD, "token_ids.npy"])
 @pytest.mark.parametrize("force", [False, True])
-def test_a_half_push_is_never_seen(
-    here: _Machine, there: _Machine, broken: str, force: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_half_push_is_never_seen(here, there, broken, force, monkeypatch):
     if force:
         _registered(here, "old", seed=9)
         here.json("publish", "doc", here.location)
@@ -228,7 +224,7 @@ def _nothing_left(machine: _Machine) -> None:
     assert machine.json("list") == []
 
 
-def test_a_pull_of_wrong_bytes_leaves_nothing(here: _Machine, there: _Machine) -> None:
+def test_a_pull_of_wrong_bytes_leaves_nothing(here, there):
     _registered(here)
     here.json("publish", "doc", here.location)
     key = f"cartridges/doc/{PAYLOAD}"
@@ -244,9 +240,7 @@ def test_a_pull_of_wrong_bytes_leaves_nothing(here: _Machine, there: _Machine) -
     there.json("pull", here.location)
 
 
-def test_a_pull_that_breaks_leaves_nothing_and_the_next_succeeds(
-    here: _Machine, there: _Machine, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pull_that_breaks_leaves_nothing_and_the_next_succeeds(here, there, proxy, monkeypatch):
     monkeypatch.setattr(s3, "_LONGEST_BACKOFF_S", 0.01)
     _registered(here)
     here.json("publish", "doc", here.location)
@@ -259,7 +253,7 @@ def test_a_pull_that_breaks_leaves_nothing_and_the_next_succeeds(
     assert there.at(proxy.endpoint, "pull", here.location).status == 0
 
 
-def test_pulls_at_the_same_time_download_once(here: _Machine, there: _Machine, proxy: FaultyProxy) -> None:
+def test_pulls_at_the_same_time_download_once(here, there, proxy):
     _registered(here)
     here.json("publish", "doc", here.location)
     source, registry = S3Source(endpoint_url=proxy.endpoint), Registry(there.home / "registry.sqlite")
@@ -277,9 +271,7 @@ def _pull_slowly(endpoint: str, location: str, home: Path) -> None:
     transfer.pull(location, source, Registry(home / "registry.sqlite"), home / "cartridges", progress=lambda *_: None)
 
 
-def test_what_a_killed_pull_left_is_invisible_and_goes_with_the_next(
-    here: _Machine, there: _Machine, proxy: FaultyProxy
-) -> None:
+def test_what_a_killed_pull_left_is_invisible_and_goes_with_the_next(here, there, proxy):
     _registered(here)
     here.json("publish", "doc", here.location)
     proxy.faults, proxy.always = [None, None, None], trickle(0.05)
@@ -298,7 +290,7 @@ def test_what_a_killed_pull_left_is_invisible_and_goes_with_the_next(
     assert [path.name for path in directory.iterdir()] == ["1"]
 
 
-def test_an_id_taken_by_other_content_is_refused_with_what_to_do(here: _Machine, there: _Machine) -> None:
+def test_an_id_taken_by_other_content_is_refused_with_what_to_do(here, there):
     root = _registered(here)
     here.json("publish", "doc", here.location)
     mine = _registered(there, seed=5)
@@ -311,9 +303,7 @@ def test_an_id_taken_by_other_content_is_refused_with_what_to_do(here: _Machine,
     assert there.json("verify", "theirs")[0]["sound"]
 
 
-def test_an_id_that_is_a_label_or_a_directory_is_refused_before_anything_is_downloaded(
-    here: _Machine, there: _Machine
-) -> None:
+def test_an_id_that_is_a_label_or_a_directory_is_refused_before_anything_is_downloaded(here, there):
     _registered(here)
     here.json("publish", "doc", here.location)
     _registered(there, cartridge_id="other")
@@ -325,7 +315,7 @@ def test_an_id_that_is_a_label_or_a_directory_is_refused_before_anything_is_down
     _one_line(there.transfer("pull", here.location, "--id", "../up"), "cannot be a cartridge id")
 
 
-def test_a_cartridge_whose_files_were_lost_is_pulled_again(here: _Machine, there: _Machine) -> None:
+def test_a_cartridge_whose_files_were_lost_is_pulled_again(here, there):
     root = _registered(here)
     here.json("publish", "doc", here.location)
     path = Path(there.json("pull", here.location)["path"])
@@ -336,9 +326,7 @@ def test_a_cartridge_whose_files_were_lost_is_pulled_again(here: _Machine, there
     assert _bytes(path) == _bytes(root)
 
 
-def test_a_cartridge_is_verified_where_it_lies_and_every_connection_is_closed(
-    here: _Machine, there: _Machine, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cartridge_is_verified_where_it_lies_and_every_connection_is_closed(here, there, proxy, monkeypatch):
     _registered(here)
     here.json("publish", "doc", here.location)
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", proxy.endpoint)
@@ -351,7 +339,7 @@ def test_a_cartridge_is_verified_where_it_lies_and_every_connection_is_closed(
     until(lambda: proxy.open_now == 0)
 
 
-def test_what_is_not_there_is_one_line(here: _Machine) -> None:
+def test_what_is_not_there_is_one_line(here):
     _registered(here)
     _one_line(here.transfer("publish", "nobody", here.location), "nobody")
     _one_line(here.transfer("publish", "doc", "s3://no-such-bucket/x"), "404 NoSuchBucket")

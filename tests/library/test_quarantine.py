@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 from faulty_proxy import FaultyProxy
 from homes import Home, Prompt, assert_served, prompt_for
@@ -20,7 +17,7 @@ from lmcache_cartridge.memory.store import CartridgeStore
 DIGEST = "ab" * 32
 
 
-def test_a_directory_that_cannot_be_made_is_no_error(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_made_is_no_error(tmp_path):
     (tmp_path / "file").write_text("not a directory")
     for directory in (tmp_path / "file", tmp_path / "file" / "below"):
         quarantine = Quarantine(directory)
@@ -29,13 +26,13 @@ def test_a_directory_that_cannot_be_made_is_no_error(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_text() == "not a directory"
 
 
-def test_a_reason_that_is_no_utf8_is_still_noted(tmp_path: Path) -> None:
+def test_a_reason_that_is_no_utf8_is_still_noted(tmp_path):
     quarantine = Quarantine(tmp_path)
     quarantine.put(DIGEST, "/mnt/\udcff/payload is corrupt")
     assert "payload is corrupt" in quarantine.reason(DIGEST)
 
 
-def test_what_caused_a_quarantine_is_remembered_until_it_is_lifted(tmp_path: Path) -> None:
+def test_what_caused_a_quarantine_is_remembered_until_it_is_lifted(tmp_path):
     quarantine, where = Quarantine(tmp_path), "s3://bucket/a b"
     assert quarantine.put(DIGEST, "corrupt", where) is True
     assert Quarantine(tmp_path).notes() == {name_of(DIGEST, where): Note("corrupt", where)}
@@ -47,7 +44,7 @@ def test_what_caused_a_quarantine_is_remembered_until_it_is_lifted(tmp_path: Pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_quarantine_is_seen_and_lifted_by_every_process(tmp_path: Path) -> None:
+def test_a_quarantine_is_seen_and_lifted_by_every_process(tmp_path):
     mine, theirs = (ProcessQuarantine(Quarantine(tmp_path), lambda digest: "/here") for _ in range(2))
     assert mine.put(DIGEST, "chunk 3 is corrupt", "/here") is True
     assert mine.put(DIGEST, "chunk 4 is corrupt", "/here") is False
@@ -60,7 +57,7 @@ def test_a_quarantine_is_seen_and_lifted_by_every_process(tmp_path: Path) -> Non
     assert (mine.reasons, theirs.reasons) == ({}, {})
 
 
-def test_notes_by_hand_and_of_earlier_releases_are_read(tmp_path: Path) -> None:
+def test_notes_by_hand_and_of_earlier_releases_are_read(tmp_path):
     quarantine = Quarantine(tmp_path)
     for text, note in (
         ("by hand", Note("by hand", "")), ("in two\nlines\n", Note("in two\nlines", "")), ("a\nb\nc", Note("a\nb\nc", "")),
@@ -113,7 +110,7 @@ class _Remote:
 
 
 @pytest.fixture
-def remote(home: Home, s3_credentials: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[_Remote]:
+def remote(home, s3_credentials, bucket, monkeypatch):
     with FaultyProxy(s3_credentials.port) as proxy:
         remote = _Remote(home, s3_credentials, bucket, proxy)
         home.registry.remove("doc")
@@ -123,7 +120,7 @@ def remote(home: Home, s3_credentials: S3Server, bucket: str, monkeypatch: pytes
 
 @both
 @pytest.mark.parametrize("restart", [False, True])
-def test_a_copy_on_s3_that_was_repaired_is_served_again_once_it_was_verified(remote: _Remote, restart: bool) -> None:
+def test_a_copy_on_s3_that_was_repaired_is_served_again_once_it_was_verified(remote, restart):
     store = remote.open()
     assert "cartridge doc@1: chunk 3" in remote.claim(store)
     store = remote.open() if restart else store
@@ -136,7 +133,7 @@ def test_a_copy_on_s3_that_was_repaired_is_served_again_once_it_was_verified(rem
     assert remote.quarantine.notes() == {}
 
 
-def test_evicting_lifts_what_a_copy_on_s3_caused_and_nothing_else(remote: _Remote) -> None:
+def test_evicting_lifts_what_a_copy_on_s3_caused_and_nothing_else(remote):
     store, digest = remote.open(), remote.made.manifest.digest
     assert remote.claim(store)
     remote.put()

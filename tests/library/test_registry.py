@@ -10,7 +10,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,7 +28,7 @@ from lmcache_cartridge.library.registry import Registry
 
 
 @pytest.fixture
-def registry(tmp_path: Path) -> Registry:
+def registry(tmp_path):
     return Registry(tmp_path / "home" / "registry.sqlite")
 
 
@@ -39,7 +38,7 @@ def _make(tmp_path: Path, name: str, version: int = 1, seed: int = 0) -> Path:
     return root
 
 
-def test_an_id_means_its_newest_version_and_id_at_version_that_one(registry: Registry, tmp_path: Path) -> None:
+def test_an_id_means_its_newest_version_and_id_at_version_that_one(registry, tmp_path):
     for version in (2, 10, 9):
         registry.register(_make(tmp_path, "doc", version))
     assert registry.find("doc").version == 10
@@ -47,7 +46,7 @@ def test_an_id_means_its_newest_version_and_id_at_version_that_one(registry: Reg
     assert registry.find("doc@2").version == 2
 
 
-def test_an_id_stays_where_it_is_until_a_version_is_promoted(registry: Registry, tmp_path: Path) -> None:
+def test_an_id_stays_where_it_is_until_a_version_is_promoted(registry, tmp_path):
     registry.register(_make(tmp_path, "doc", 1))
     registry.label("stable", "doc")
     second = _make(tmp_path, "doc", 2)
@@ -68,7 +67,7 @@ def test_an_id_stays_where_it_is_until_a_version_is_promoted(registry: Registry,
     assert registry.find("doc").name == "doc@1", "what was taken back stays so"
 
 
-def test_an_id_without_a_promoted_version_means_nothing_yet(registry: Registry, tmp_path: Path) -> None:
+def test_an_id_without_a_promoted_version_means_nothing_yet(registry, tmp_path):
     registry.register(_make(tmp_path, "doc", 1), promote=False)
     with pytest.raises(CartridgeNotFound, match="promote"):
         registry.find("doc")
@@ -80,7 +79,7 @@ def test_an_id_without_a_promoted_version_means_nothing_yet(registry: Registry, 
 
 
 @pytest.mark.parametrize("label", ["", "../x", "a@1", ".hidden"])
-def test_a_label_follows_the_rule_for_ids(registry: Registry, tmp_path: Path, label: str) -> None:
+def test_a_label_follows_the_rule_for_ids(registry, tmp_path, label):
     registry.register(_make(tmp_path, "doc"))
     with pytest.raises(ManifestError, match="cannot be a cartridge id"):
         registry.label(label, "doc")
@@ -91,7 +90,7 @@ def test_a_label_follows_the_rule_for_ids(registry: Registry, tmp_path: Path, la
     ["nobody", "doc@2", "doc@", "doc@x", "doc@-1", "@1", "", "doc@1@1", "doc' OR 1=1 --", "doc@99999999999999999999",
      "doc@" + "9" * 5000],
 )  # fmt: skip
-def test_a_name_that_stands_for_nothing_is_not_found(registry: Registry, tmp_path: Path, name: str) -> None:
+def test_a_name_that_stands_for_nothing_is_not_found(registry, tmp_path, name):
     registry.register(_make(tmp_path, "doc"))
     with pytest.raises(CartridgeNotFound, match="lmcache-cartridge list"):
         registry.find(name)
@@ -99,9 +98,7 @@ def test_a_name_that_stands_for_nothing_is_not_found(registry: Registry, tmp_pat
         registry.label("current", name)
 
 
-def test_of_two_that_register_other_content_as_one_version_at_once_one_is_refused(
-    registry: Registry, tmp_path: Path
-) -> None:
+def test_of_two_that_register_other_content_as_one_version_at_once_one_is_refused(registry, tmp_path):
     roots = [_make(tmp_path, "doc", seed=seed) for seed in range(2)]
     refused = []
 
@@ -128,7 +125,7 @@ def test_of_two_that_register_other_content_as_one_version_at_once_one_is_refuse
     assert found.digest == load_manifest(Path(found.location)).digest
 
 
-def test_next_version_is_newer_than_what_lies_there(registry: Registry, tmp_path: Path) -> None:
+def test_next_version_is_newer_than_what_lies_there(registry, tmp_path):
     for name in ("2", "3", ".4.partial", "x", "1y", "9" * 30):
         (tmp_path / "doc" / name).mkdir(parents=True)
     assert registry.next_version("doc", tmp_path) == 4
@@ -160,7 +157,7 @@ def _read_apart(path: Path) -> str:
 
 
 @pytest.fixture
-def elsewhere() -> Iterator[Path]:
+def elsewhere():
     """A directory that any user may read, and none but ours write."""
     directory = Path(tempfile.mkdtemp())
     directory.chmod(0o755)
@@ -169,7 +166,7 @@ def elsewhere() -> Iterator[Path]:
     shutil.rmtree(directory)
 
 
-def test_a_reader_that_may_not_write_sees_what_another_user_writes(elsewhere: Path, tmp_path: Path) -> None:
+def test_a_reader_that_may_not_write_sees_what_another_user_writes(elsewhere, tmp_path):
     path = elsewhere / "registry.sqlite"
     registry = Registry(path)
     registry.register(_make(tmp_path, "doc"))
@@ -200,7 +197,7 @@ os._exit(0)
 """
 
 
-def test_a_tool_that_is_killed_while_it_writes_costs_nothing_but_a_look(registry: Registry, tmp_path: Path) -> None:
+def test_a_tool_that_is_killed_while_it_writes_costs_nothing_but_a_look(registry, tmp_path):
     registry.register(_make(tmp_path, "doc"))
     before = registry.path.read_bytes()
     subprocess.run([sys.executable, "-c", _DIE, registry.path], check=True, timeout=60)
@@ -213,9 +210,7 @@ def test_a_tool_that_is_killed_while_it_writes_costs_nothing_but_a_look(registry
 
 
 @pytest.mark.parametrize("column", ["digest", "location", "kind"])
-def test_bytes_that_are_no_text_give_a_registry_error_that_says_what_to_do(
-    registry: Registry, tmp_path: Path, column: str
-) -> None:
+def test_bytes_that_are_no_text_give_a_registry_error_that_says_what_to_do(registry, tmp_path, column):
     registry.register(_make(tmp_path, "doc"))
     db = sqlite3.connect(registry.path)
     db.execute(f"UPDATE cartridges SET {column} = CAST(x'ff41' AS TEXT)")
@@ -232,7 +227,7 @@ def test_bytes_that_are_no_text_give_a_registry_error_that_says_what_to_do(
             read()
 
 
-def test_an_unsound_artefact_is_not_registered(registry: Registry, tmp_path: Path) -> None:
+def test_an_unsound_artefact_is_not_registered(registry, tmp_path):
     root = _make(tmp_path, "doc")
     (root / PAYLOAD).write_bytes(b"")
     with pytest.raises(TruncatedPayload):
@@ -246,7 +241,7 @@ def test_an_unsound_artefact_is_not_registered(registry: Registry, tmp_path: Pat
     assert registry.all() == []
 
 
-def test_a_read_only_registry_writes_nothing_and_refuses_to(registry: Registry, tmp_path: Path) -> None:
+def test_a_read_only_registry_writes_nothing_and_refuses_to(registry, tmp_path):
     registry.register(_make(tmp_path, "doc"))
     registry.label("current", "doc")
     before = files_under(tmp_path / "home")
@@ -265,9 +260,7 @@ def test_a_read_only_registry_writes_nothing_and_refuses_to(registry: Registry, 
 @pytest.mark.parametrize(
     ("version", "todo"), [(99, "upgrade"), (3, "restore a copy of the file, or move it away and register")]
 )
-def test_a_registry_of_another_schema_is_refused_and_left_alone(
-    registry: Registry, version: int, todo: str, read_only: bool
-) -> None:
+def test_a_registry_of_another_schema_is_refused_and_left_alone(registry, version, todo, read_only):
     db = sqlite3.connect(registry.path)
     db.execute(f"PRAGMA user_version = {version}")
     db.close()
@@ -277,7 +270,7 @@ def test_a_registry_of_another_schema_is_refused_and_left_alone(
     assert files_under(registry.path.parent) == before
 
 
-def test_an_empty_file_is_filled_by_a_tool_and_not_by_a_reader(tmp_path: Path) -> None:
+def test_an_empty_file_is_filled_by_a_tool_and_not_by_a_reader(tmp_path):
     path = tmp_path / "registry.sqlite"
     path.touch()
     with pytest.raises(RegistryError, match="is empty. Run `lmcache-cartridge list` once"):
@@ -291,7 +284,7 @@ def test_an_empty_file_is_filled_by_a_tool_and_not_by_a_reader(tmp_path: Path) -
 @pytest.mark.parametrize(
     "content", [b"no database at all" * 999, b"SQLite format 3\0" + bytes(4080)], ids=["text", "zeros"]
 )
-def test_a_file_that_is_no_registry_gives_a_registry_error(tmp_path: Path, content: bytes, read_only: bool) -> None:
+def test_a_file_that_is_no_registry_gives_a_registry_error(tmp_path, content, read_only):
     path = tmp_path / "registry.sqlite"
     path.write_bytes(content)
     with pytest.raises(RegistryError, match=str(path)):
@@ -299,18 +292,18 @@ def test_a_file_that_is_no_registry_gives_a_registry_error(tmp_path: Path, conte
     assert path.read_bytes() == content
 
 
-def test_a_home_that_is_a_file_gives_a_registry_error(tmp_path: Path) -> None:
+def test_a_home_that_is_a_file_gives_a_registry_error(tmp_path):
     (tmp_path / "home").write_text("not a directory")
     with pytest.raises(RegistryError, match="home"):
         Registry(tmp_path / "home" / "registry.sqlite")
 
 
-def test_a_name_that_is_no_text_gives_a_registry_error(registry: Registry) -> None:
+def test_a_name_that_is_no_text_gives_a_registry_error(registry):
     with pytest.raises(RegistryError, match="surrogates"):
         registry.find("doc\udcff")
 
 
-def test_an_id_is_no_label_and_a_label_no_id(registry: Registry, tmp_path: Path) -> None:
+def test_an_id_is_no_label_and_a_label_no_id(registry, tmp_path):
     registry.register(_make(tmp_path, "doc"))
     registry.label("current", "doc")
     with pytest.raises(CartridgeExists, match="current is a label already"):
@@ -327,7 +320,7 @@ def _names(rows: list) -> list[str]:
     return [row.name for row in rows]
 
 
-def test_a_look_tells_what_there_is_where_anything_changed(registry: Registry, tmp_path: Path) -> None:
+def test_a_look_tells_what_there_is_where_anything_changed(registry, tmp_path):
     roots = {name: _make(tmp_path, name) for name in "abc"}
     for name in "ab":
         registry.register(roots[name])
@@ -349,9 +342,7 @@ def test_a_look_tells_what_there_is_where_anything_changed(registry: Registry, t
     assert {row.name: row.location for row in rows} == {"a@1": str(moved), "c@1": str(roots["c"])}
 
 
-def test_a_missing_file_is_empty_at_first_and_an_error_for_those_who_knew_it(
-    registry: Registry, tmp_path: Path
-) -> None:
+def test_a_missing_file_is_empty_at_first_and_an_error_for_those_who_knew_it(registry, tmp_path):
     reader = Registry(tmp_path / "none.sqlite", read_only=True)
     known, rows = reader.look()
     assert (rows, reader.look(known), reader.warm()) == ([], None, [])
@@ -361,7 +352,7 @@ def test_a_missing_file_is_empty_at_first_and_an_error_for_those_who_knew_it(
         registry.look(known)
 
 
-def test_what_labels_point_at_is_not_removed(registry: Registry, tmp_path: Path) -> None:
+def test_what_labels_point_at_is_not_removed(registry, tmp_path):
     for version in (1, 2):
         registry.register(_make(tmp_path, "doc", version))
     for label in ("stable", "current"):

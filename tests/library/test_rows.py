@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from homes import Home, assert_served, catalog_of, chunk_bytes, lent, prompt_for, read
 from making import flip_bit, make_artifact, make_fingerprint, make_ids, make_rope, sha256_hasher
-from waiting import Clock, until
+from waiting import until
 
 from lmcache_cartridge.artifact import reading
 from lmcache_cartridge.artifact.cartridge import Place
@@ -30,13 +30,13 @@ from lmcache_cartridge.settings import Settings
 
 
 @pytest.fixture(autouse=True)
-def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+def _small(monkeypatch):
     """Keep the rows of a few cartridges too."""
     monkeypatch.setattr(entries, "_KEPT_FROM", 1)
 
 
 @pytest.fixture
-def opened(home: Home, opened: Callable[..., CartridgeStore]) -> Callable[..., CartridgeStore]:
+def opened(home, opened):
     """Return the function that opens a store, which keeps its rows under the home."""
     return partial(opened, {"disk_dir": home.path / "cache", "disk_bytes": 0})
 
@@ -58,7 +58,7 @@ def _start_once(home: Home, opened: Callable[..., CartridgeStore], **engine: obj
 
 
 @pytest.fixture
-def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+def reads(monkeypatch):
     """Return the list of the manifests that are read from now on."""
     found, load = [], reading.load_manifest
 
@@ -73,7 +73,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
 # What it is for.
 
 
-def test_only_what_changed_since_is_read(home: Home, opened: Callable, reads: list[Path]) -> None:
+def test_only_what_changed_since_is_read(home, opened, reads):
     made = {name: home.make(name, seed=seed) for seed, name in enumerate("abc")}
     _start_once(home, opened)
     home.registry.remove("a")
@@ -90,7 +90,7 @@ def test_only_what_changed_since_is_read(home: Home, opened: Callable, reads: li
     assert store.lookup(list(sha256_hasher(16)(make_ids(72, 1)))) == 4
 
 
-def test_what_is_made_for_others_is_refused_at_every_start(home: Home, opened: Callable) -> None:
+def test_what_is_made_for_others_is_refused_at_every_start(home, opened):
     home.make("good", seed=1)
     home.make("foreign", seed=2, layers=4)
     home.make("trained", seed=3, kind="trained", positions=64)
@@ -102,9 +102,7 @@ def test_what_is_made_for_others_is_refused_at_every_start(home: Home, opened: C
     assert sorted(opened(allow_trained=True).names()) == ["good@1", "trained@1"], "another engine took its word"
 
 
-def test_manifests_of_what_is_used_stay_and_of_others_are_read_again(
-    home: Home, opened: Callable, reads: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_manifests_of_what_is_used_stay_and_of_others_are_read_again(home, opened, reads, monkeypatch):
     monkeypatch.setattr(entries, "_MAX_MANIFESTS", 2)
     made = {name: home.make(name, seed=seed) for seed, name in enumerate("abc")}
     _start_once(home, opened)
@@ -118,7 +116,7 @@ def test_manifests_of_what_is_used_stay_and_of_others_are_read_again(
     assert reads[3:] == [home.root("b")]
 
 
-def test_a_chain_of_what_was_not_read_yet_is_served(home: Home, opened: Callable) -> None:
+def test_a_chain_of_what_was_not_read_yet_is_served(home, opened):
     shape = make_fingerprint(rope=msgspec.structs.replace(make_rope(), pairing="half"))
     made = [home.make(name, positions=32, seed=seed, fingerprint=shape) for seed, name in enumerate("ab")]
     _start_once(home, opened, fingerprint=shape)
@@ -133,9 +131,7 @@ def test_a_chain_of_what_was_not_read_yet_is_served(home: Home, opened: Callable
 
 
 @pytest.mark.parametrize("what", ["hasher", "seed", "chunk", "model", "registry"])
-def test_rows_of_another_engine_or_registry_are_not_taken(
-    home: Home, opened: Callable, reads: list[Path], monkeypatch: pytest.MonkeyPatch, what: str
-) -> None:
+def test_rows_of_another_engine_or_registry_are_not_taken(home, opened, reads, monkeypatch, what):
     made = home.make(positions=64)
     _start_once(home, opened)
     reads.clear()
@@ -160,7 +156,7 @@ def test_rows_of_another_engine_or_registry_are_not_taken(
     assert store.lookup(list(hasher(ids))) == 64 // engine.get("chunk_tokens", 16)
 
 
-def test_what_was_quarantined_since_is_not_served(home: Home, opened: Callable) -> None:
+def test_what_was_quarantined_since_is_not_served(home, opened):
     made = home.make()
     _start_once(home, opened)
     Quarantine(Settings(home=home.path).quarantine_dir).put(made.manifest.digest, "corrupt")
@@ -192,8 +188,8 @@ _DAMAGE: dict[str, tuple[Callable[[Home], None], str]] = {
 @pytest.mark.parametrize("how", _DAMAGE)
 @pytest.mark.parametrize("kind", ["prefill", "trained"])
 def test_what_was_damaged_since_is_refused_when_it_is_asked_for_as_it_would_have_been_at_the_start(
-    home: Home, opened: Callable, how: str, kind: str
-) -> None:
+    home, opened, how, kind
+):
     made = home.make(kind=kind, positions=80 if kind == "trained" else 72)
     other = home.make("other", seed=2)
     prompt = prompt_for(home, made)
@@ -247,9 +243,7 @@ _WRONG: dict[str, Callable[[list[Row]], list[Row]]] = {
 
 
 @pytest.mark.parametrize("how", _WRONG)
-def test_rows_that_are_wrong_cost_a_miss_at_most_and_never_an_answer(
-    home: Home, opened: Callable, clock: Clock, how: str
-) -> None:
+def test_rows_that_are_wrong_cost_a_miss_at_most_and_never_an_answer(home, opened, clock, how):
     made = {name: home.make(name, seed=seed) for seed, name in enumerate("ab")}
     made["t"] = home.make("t", kind="trained", positions=64, seed=3)
     prompts = {name: prompt_for(home, one, name) for name, one in made.items()}
@@ -300,9 +294,7 @@ _BROKEN: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("how", _BROKEN)
-def test_a_broken_file_is_as_none_and_is_made_again(
-    home: Home, opened: Callable, reads: list[Path], how: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_broken_file_is_as_none_and_is_made_again(home, opened, reads, how, caplog):
     made = home.make()
     _start_once(home, opened)
     (file,) = _kept(home)
@@ -321,8 +313,8 @@ def test_a_broken_file_is_as_none_and_is_made_again(
 
 @pytest.mark.parametrize("where", ["index", "cache"])
 def test_where_no_rows_can_be_written_everything_is_served_all_the_same_and_that_is_said_once(
-    home: Home, opened: Callable, caplog: pytest.LogCaptureFixture, where: str
-) -> None:
+    home, opened, caplog, where
+):
     made = home.make()
     path = home.path / "cache" / ("index" if where == "index" else "")
     path.parent.mkdir(exist_ok=True)
@@ -337,7 +329,7 @@ def test_where_no_rows_can_be_written_everything_is_served_all_the_same_and_that
     assert ["cannot be written" in record.getMessage() for record in caplog.records] == [True]
 
 
-def test_what_nobody_reads_any_more_is_removed(home: Home, opened: Callable) -> None:
+def test_what_nobody_reads_any_more_is_removed(home, opened):
     made = home.make()
     old = home.path / "cache" / "index" / "old.rows"
     old.parent.mkdir(parents=True)
@@ -355,9 +347,7 @@ def test_what_nobody_reads_any_more_is_removed(home: Home, opened: Callable) -> 
 # The first start.
 
 
-def test_what_a_start_has_no_time_for_is_read_in_the_background_and_can_be_claimed_at_once(
-    home: Home, opened: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_start_has_no_time_for_is_read_in_the_background_and_can_be_claimed_at_once(home, opened, monkeypatch):
     monkeypatch.setattr(entries, "_AT_ONCE_S", -1.0)
     made = {name: home.make(name, seed=seed) for seed, name in enumerate("ab")}
     monkeypatch.setattr(entries.Entries, "_begin", lambda self, request: Future())
@@ -375,9 +365,7 @@ def test_what_a_start_has_no_time_for_is_read_in_the_background_and_can_be_claim
 
 
 @pytest.mark.parametrize("what", ["removed", "given to other content"])
-def test_what_was_removed_or_replaced_while_it_was_read_is_not_served(
-    home: Home, opened: Callable, monkeypatch: pytest.MonkeyPatch, what: str
-) -> None:
+def test_what_was_removed_or_replaced_while_it_was_read_is_not_served(home, opened, monkeypatch, what):
     monkeypatch.setattr(entries, "_AT_ONCE_S", -1.0)
     read, goes_on, load = threading.Event(), threading.Event(), reading.load_manifest
 
@@ -407,9 +395,7 @@ def test_what_was_removed_or_replaced_while_it_was_read_is_not_served(
     assert what == "removed" or catalog_of(store).knows(new.manifest.digest)
 
 
-def test_an_error_that_nobody_thought_of_costs_its_own_cartridge_and_no_other(
-    home: Home, opened: Callable, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_that_nobody_thought_of_costs_its_own_cartridge_and_no_other(home, opened, clock, monkeypatch):
     made = {name: home.make(name, seed=seed) for seed, name in enumerate("abc")}
     load = reading.load_token_ids
 
@@ -429,9 +415,7 @@ def test_an_error_that_nobody_thought_of_costs_its_own_cartridge_and_no_other(
     assert_served(store, made["b"], prompt_for(home, made["b"], "b"))
 
 
-def test_what_cannot_be_read_is_tried_again_less_and_less_often_with_one_complaint(
-    home: Home, opened: Callable, clock: Clock, reads: list[Path], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_cannot_be_read_is_tried_again_less_and_less_often_with_one_complaint(home, opened, clock, reads, caplog):
     made = home.make()
     away = home.root().rename(home.path / "away")
     reads.clear()

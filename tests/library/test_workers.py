@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import CancelledError
-from typing import Any
 
 import pytest
 from waiting import Clock, until
@@ -25,13 +24,13 @@ class Hang:
 
 
 @pytest.fixture
-def hang() -> Any:
+def hang():
     hang = Hang()
     yield hang
     hang.go.set()
 
 
-def test_a_job_is_done_once_for_all_who_want_it(hang: Hang) -> None:
+def test_a_job_is_done_once_for_all_who_want_it(hang):
     workers, count = Workers("test", 2), []
     first = workers.submit("a", hang)
     assert hang.begun.wait(30) and workers.submit("a", lambda: count.append(1)) is first
@@ -41,7 +40,7 @@ def test_a_job_is_done_once_for_all_who_want_it(hang: Hang) -> None:
     assert workers.submit("a", lambda: "again").result(30) == "again"
 
 
-def test_no_more_run_than_the_limit_and_all_are_done() -> None:
+def test_no_more_run_than_the_limit_and_all_are_done():
     workers, running, most = Workers("test", 3), [], []
     lock = threading.Lock()
 
@@ -58,7 +57,7 @@ def test_no_more_run_than_the_limit_and_all_are_done() -> None:
     assert max(most) == 3
 
 
-def test_an_error_is_the_jobs_and_the_thread_goes_on() -> None:
+def test_an_error_is_the_jobs_and_the_thread_goes_on():
     workers = Workers("test", 1)
     for error in (ValueError("no"), SystemExit()):
         failed = workers.submit("a", lambda error=error: (_ for _ in ()).throw(error))
@@ -67,7 +66,7 @@ def test_an_error_is_the_jobs_and_the_thread_goes_on() -> None:
     assert workers.submit("b", lambda: 1).result(30) == 1
 
 
-def test_a_stalled_thread_is_replaced_and_what_shares_a_group_with_it_waits(hang: Hang) -> None:
+def test_a_stalled_thread_is_replaced_and_what_shares_a_group_with_it_waits(hang):
     clock = Clock()
     workers = Workers("stalled", 1, clock=clock)
     hung = workers.submit("hung", hang, ["mount"])
@@ -84,9 +83,7 @@ def test_a_stalled_thread_is_replaced_and_what_shares_a_group_with_it_waits(hang
     until(lambda: sum(thread.name == "stalled" for thread in threading.enumerate()) == 1)
 
 
-def test_what_shares_a_group_with_a_stalled_job_runs_after_it_though_its_thread_was_replaced(
-    hang: Hang, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_shares_a_group_with_a_stalled_job_runs_after_it_though_its_thread_was_replaced(hang, monkeypatch):
     monkeypatch.setattr("lmcache_cartridge.library.workers._IDLE_S", 0.01)
     clock = Clock()
     workers = Workers("replaced", 1, clock=clock)
@@ -102,7 +99,7 @@ def test_what_shares_a_group_with_a_stalled_job_runs_after_it_though_its_thread_
     assert same.result(30) == "same"
 
 
-def test_one_a_group_runs_one_after_the_other(hang: Hang) -> None:
+def test_one_a_group_runs_one_after_the_other(hang):
     workers = Workers("test", 4, one_a_group=True)
     workers.submit("a", hang, ["x", "y"])
     assert hang.begun.wait(30)
@@ -113,7 +110,7 @@ def test_one_a_group_runs_one_after_the_other(hang: Hang) -> None:
     assert behind.result(30) == "b"
 
 
-def test_what_nobody_began_is_taken_back(hang: Hang) -> None:
+def test_what_nobody_began_is_taken_back(hang):
     workers, done = Workers("test", 1), []
     hung = workers.submit("hung", hang)
     assert hang.begun.wait(30)
@@ -124,7 +121,7 @@ def test_what_nobody_began_is_taken_back(hang: Hang) -> None:
     assert (again.result(30), waiting[2].result(30), done) == ("again", None, [1])
 
 
-def test_closing_drops_what_waits_and_waits_for_no_more_than_it_is_told(hang: Hang) -> None:
+def test_closing_drops_what_waits_and_waits_for_no_more_than_it_is_told(hang):
     workers = Workers("closing", 1)
     workers.submit("hung", hang)
     assert hang.begun.wait(30)

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -147,7 +146,7 @@ class Mock(Stub):
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[..., Mock]]:
+def start():
     """Start mocks; they end with the test."""
     with ExitStack() as stack:
         yield lambda *fault, **options: stack.enter_context(Mock(*fault, **options))
@@ -167,7 +166,7 @@ class Ran:
 
 
 @pytest.fixture
-def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: Callable[..., Mock]) -> Callable[..., Ran]:
+def bench(tmp_path, monkeypatch, start):
     """Run the command against a mock, or one with a fault, without pictures unless they are asked for."""
 
     monkeypatch.setattr(command, "TOKENS", 3)
@@ -181,9 +180,7 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: Callable[..., 
     return ran
 
 
-def test_every_way_is_measured_as_it_is_meant(
-    start: Callable[..., Mock], bench: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_way_is_measured_as_it_is_meant(start, bench, capsys):
     mock = start()
     ran = bench(mock, *NAMED, pictures=True)
     assert ran.status == 0, ran.remarks
@@ -221,7 +218,7 @@ def test_every_way_is_measured_as_it_is_meant(
         ("never resident", "warm", "was not in memory before"),
     ],
 )
-def test_a_run_that_is_none_of_its_way_is_in_no_figure(bench: Any, fault: str, way: str, told: str) -> None:
+def test_a_run_that_is_none_of_its_way_is_in_no_figure(bench, fault, way, told):
     ran = bench(fault, "--c", "1", "--repeat", "2")
     assert ran.status == 1
     [row] = ran.of(way)
@@ -234,17 +231,17 @@ def test_a_run_that_is_none_of_its_way_is_in_no_figure(bench: Any, fault: str, w
     ("prefix", (0, 128), False), ("warm", (0, 128), True), ("warm", (16, 128), False), ("warm", (0, 64), False), ("cold", (0, 140), True),
     ("cold", (0, 141), False), ("cold", (128, 0), False),
 ])  # fmt: skip
-def test_the_counters_prove_a_way(way: Any, cached: tuple[int, int], is_so: bool) -> None:
+def test_the_counters_prove_a_way(way, cached, is_so):
     place = Place(POSITIONS, tuple(range(POSITIONS)), "doc@1", 2)
     assert (not_so(way, place, 2, cached, BLOCK) is None) == is_so
 
 
-def test_other_answers_with_a_cartridge_are_counted(bench: Any) -> None:
+def test_other_answers_with_a_cartridge_are_counted(bench):
     ran = bench("other answers", "--c", "1", "--repeat", "3")
     assert [row["equal"] for row in ran.of("warm") + ran.of("cold") + ran.of("prefix")] == [[0, 6], [0, 3], [6, 6]]
 
 
-def test_errors_are_told_and_in_no_figure(start: Callable[..., Mock], bench: Any) -> None:
+def test_errors_are_told_and_in_no_figure(start, bench):
     mock = start("errors sometimes")
     ran = bench(mock, *NAMED)
     assert ran.status == 1 and "error" in mock.events
@@ -255,20 +252,18 @@ def test_errors_are_told_and_in_no_figure(start: Callable[..., Mock], bench: Any
     )
 
 
-def test_a_stream_without_tokens_is_an_error_and_nothing_measured(bench: Any) -> None:
+def test_a_stream_without_tokens_is_an_error_and_nothing_measured(bench):
     ran = bench("no tokens", *LENGTHS)
     assert ran.status == 1 and ran.of("dense")[0]["ttft_ms"] is None and ran.of("dense")[0]["remarks"]
 
 
-def test_without_vllm_here_a_line_says_what_to_do(
-    start: Callable[..., Mock], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_vllm_here_a_line_says_what_to_do(start, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "vllm.benchmarks.serve", None)
     assert main(["bench", "--url", start().url, "--output", str(tmp_path / "out"), *LENGTHS]) == 1
     assert "vLLM's load generator cannot be imported here" in capsys.readouterr().err
 
 
-def test_a_server_without_cartridges_is_measured(start: Callable[..., Mock], bench: Any) -> None:
+def test_a_server_without_cartridges_is_measured(start, bench):
     ran = bench(start(cartridges=False))
     assert ran.status == 0, ran.remarks
     assert [(row["way"], row["cached"][0] > 0) for row in ran.rows.values()] == [("dense", False), ("prefix", True)] * 2
@@ -276,7 +271,7 @@ def test_a_server_without_cartridges_is_measured(start: Callable[..., Mock], ben
     assert "cold: no cartridges" in ran.remarks
 
 
-def test_a_server_without_counters_is_said_to_prove_nothing(start: Callable[..., Mock], bench: Any) -> None:
+def test_a_server_without_counters_is_said_to_prove_nothing(start, bench):
     mock = start(cartridges=False)
     mock.counts = False
     ran = bench(mock)
@@ -284,15 +279,15 @@ def test_a_server_without_counters_is_said_to_prove_nothing(start: Callable[...,
     assert "not told" in (ran.out / "report.html").read_text()
 
 
-def test_without_evicting_cold_is_left_out_and_said_why(bench: Any) -> None:
+def test_without_evicting_cold_is_left_out_and_said_why(bench):
     ran = bench("no admin", "--c", "1", "--repeat", "2")
     assert ran.status == 0 and not ran.of("cold") and ran.of("warm")
     assert "--set admin=true" in ran.remarks
 
 
 def test_a_given_p_means_the_cartridge_of_this_length_and_what_is_longer_than_the_context_is_left_out(
-    bench: Any,
-) -> None:
+    bench,
+):
     ran = bench("", "--p", f"64,{POSITIONS},{LONGEST}", "--c", "1", "--repeat", "1")
     ways = {(row["p"], row["way"]) for row in ran.found["rows"]}
     assert ran.status == 0 and ways == {(64, "dense"), (64, "prefix")} | {(POSITIONS, way) for way in WAYS}
@@ -311,9 +306,7 @@ def test_a_given_p_means_the_cartridge_of_this_length_and_what_is_longer_than_th
         (["--url", "http://a b:port"], "is no URL of a server"),
     ],
 )
-def test_what_cannot_be_measured_ends_in_a_line(
-    start: Callable[..., Mock], tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], told: str
-) -> None:
+def test_what_cannot_be_measured_ends_in_a_line(start, tmp_path, capsys, options, told):
     url = start(cartridges=False).url
     given = [option.replace("URL", url) for option in options]
     assert main(["bench", "--output", str(tmp_path / "out"), *given]) == 1
@@ -321,7 +314,7 @@ def test_what_cannot_be_measured_ends_in_a_line(
     assert not (tmp_path / "out").exists()
 
 
-def test_interrupted_it_reports_what_there_is(start: Callable[..., Mock], tmp_path: Path) -> None:
+def test_interrupted_it_reports_what_there_is(start, tmp_path):
     mock = start("holds")
     # A shell has what it runs in the background ignore this signal, and so has Python what it starts.
     program = (
@@ -354,14 +347,12 @@ def test_interrupted_it_reports_what_there_is(start: Callable[..., Mock], tmp_pa
         (["--c", "1,-2"], "'1,-2' is no list of numbers from 1 on"),
     ],
 )
-def test_what_is_no_list_is_said_so(capsys: pytest.CaptureFixture[str], options: list[str], told: str) -> None:
+def test_what_is_no_list_is_said_so(capsys, options, told):
     assert main(["bench", "--url", "http://127.0.0.1:9", *options]) == 2
     assert told in capsys.readouterr().err
 
 
-def test_a_report_that_cannot_be_written_is_known_before_anything_is_asked(
-    start: Callable[..., Mock], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_report_that_cannot_be_written_is_known_before_anything_is_asked(start, tmp_path, capsys):
     mock, taken = start(), tmp_path / "taken"
     taken.write_text("mine")
     for out in (taken, taken / "below"):
@@ -382,22 +373,20 @@ def test_a_report_that_cannot_be_written_is_known_before_anything_is_asked(
     ],
 )
 def test_a_server_whose_documents_cannot_be_computed_is_no_measurement(
-    start: Callable[..., Mock],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    tokenizes: bool,
-    fault: str,
-    told: str,
-) -> None:
+    start,
+    tmp_path,
+    capsys,
+    tokenizes,
+    fault,
+    told,
+):
     """Dense requests were a question alone, before."""
     mock = start(fault, tokenizes=tokenizes)
     assert main(["bench", "--url", mock.url, "--output", str(tmp_path / "out"), "--c", "1"]) == 1
     assert told in capsys.readouterr().err
 
 
-def test_no_secret_is_shown(
-    start: Callable[..., Mock], bench: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_secret_is_shown(start, bench, monkeypatch, capsys):
     mock = start()
     secret = f"user:pass-word@127.0.0.1:{mock.port}"
     monkeypatch.setenv("VLLM_API_KEY", "sk-bearer\n")
@@ -441,7 +430,7 @@ class Keeps(BaseHTTPRequestHandler):
         """Say nothing."""
 
 
-def test_no_request_waits_for_a_connection_of_its_client(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_request_waits_for_a_connection_of_its_client(monkeypatch):
     """Neither for one of 100, nor to connect again: httpx itself keeps 20, for five seconds, and none that was not read."""
     count, clock = 110, time.monotonic
     handler = type("Handler", (Keeps,), {"connections": [], "gate": threading.Barrier(count)})
@@ -459,9 +448,7 @@ def test_no_request_waits_for_a_connection_of_its_client(monkeypatch: pytest.Mon
         web.shutdown()
 
 
-def test_a_key_for_openai_is_not_shown_to_the_server(
-    start: Callable[..., Mock], bench: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_key_for_openai_is_not_shown_to_the_server(start, bench, monkeypatch):
     """vLLM's client sends $OPENAI_API_KEY wherever it asks."""
     mock = start()
     monkeypatch.setenv("OPENAI_API_KEY", "sk-openai")
@@ -474,7 +461,7 @@ def test_a_key_for_openai_is_not_shown_to_the_server(
     assert mock.keys == {""}
 
 
-def test_out_of_time_it_returns_what_there_is(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_time_it_returns_what_there_is(bench, monkeypatch):
     clock, run = Clock(), load.Load.run
 
     def slow(*arguments: Any) -> load.Run:
@@ -487,7 +474,7 @@ def test_out_of_time_it_returns_what_there_is(bench: Any, monkeypatch: pytest.Mo
     assert len(ran.found["runs"]) == 2 and "budget of 150 s" in ran.found["stopped"]
 
 
-def test_room_is_for_what_the_model_can_have() -> None:
+def test_room_is_for_what_the_model_can_have():
     token = 1 << 20
     assert room_bytes([256, 32_768], 4096, token) == 3 * 4096 * token
     assert room_bytes([256, 2048], 4096, token) == 3 * 2048 * token
@@ -495,15 +482,15 @@ def test_room_is_for_what_the_model_can_have() -> None:
     assert room_bytes([16], 4096, 1) == 1 << 30
 
 
-def test_statistics_are_those_of_the_textbook() -> None:
+def test_statistics_are_those_of_the_textbook():
     assert stats([]) is None
     assert list(stats([3.0]).values()) == [1, 3, None, 3, 3]
     assert list(stats([float(n) for n in range(21, 0, -1)]).values()) == [21, 11, 20, 1, 21]
 
 
 def test_memory_is_that_of_the_processes_behind_a_port_and_what_is_shared_counts_once(
-    start: Callable[..., Mock],
-) -> None:
+    start,
+):
     mock = start()
     until(lambda: os.getpid() in {each.pid for each in family(mock.port)})
     with subprocess.Popen(["sleep", "60"]) as child:
@@ -517,9 +504,7 @@ def test_memory_is_that_of_the_processes_behind_a_port_and_what_is_shared_counts
     assert family(1) == []
 
 
-def test_gpus_and_their_processes_are_read_as_nvidia_smi_tells_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpus_and_their_processes_are_read_as_nvidia_smi_tells_them(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert gpus("memory.used") == []
     told = tmp_path / "nvidia-smi"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import foreign
@@ -19,18 +18,16 @@ TOKENS, KEPT = 192, 96
 
 
 @pytest.fixture(scope="module")
-def model() -> CausalModel:
+def model():
     return CausalModel(MODEL, dtype="float32")
 
 
 @pytest.fixture(scope="module")
-def ids(model: CausalModel) -> list[int]:
+def ids(model):
     return write_ward(model, patients(0, 2), "ward", tokens=TOKENS + 32).ids[: TOKENS + 12]
 
 
-def test_answers_are_those_after_the_cache_with_its_keys_where_they_were(
-    model: CausalModel, ids: list[int], tmp_path: Path
-) -> None:
+def test_answers_are_those_after_the_cache_with_its_keys_where_they_were(model, ids, tmp_path):
     cache, question = foreign.pressed(model, ids[:TOKENS], KEPT), ids[TOKENS:]
     manifest = from_cache(model, cache, tmp_path / "a", cartridge_id="a", version=1, next_position=TOKENS,
                           document_ids=ids[:TOKENS], chunk_tokens=32)  # fmt: skip
@@ -44,7 +41,7 @@ def test_answers_are_those_after_the_cache_with_its_keys_where_they_were(
     assert (unmoved - expected).abs().max() > 0.5, "the control: by keys that were not moved it can be told"
 
 
-def test_a_whole_cache_is_the_kv_of_the_document(model: CausalModel, ids: list[int], tmp_path: Path) -> None:
+def test_a_whole_cache_is_the_kv_of_the_document(model, ids, tmp_path):
     manifest = from_cache(model, foreign.pressed(model, ids[:TOKENS]), tmp_path / "a", cartridge_id="a", version=1)
     assert torch.equal(read_kv(manifest, tmp_path / "a"), next(iter(model.prefill(ids[:TOKENS], TOKENS))))
 
@@ -83,9 +80,7 @@ def _shorter(cache: Any) -> None:
     ],
     ids=["layers of other lengths", "ragged heads", "two documents", "NaN", "a layer less", "nothing"],
 )  # fmt: skip
-def test_what_does_not_fit_is_refused_and_nothing_left(
-    model: CausalModel, ids: list[int], tmp_path: Path, change: Any, told: str
-) -> None:
+def test_what_does_not_fit_is_refused_and_nothing_left(model, ids, tmp_path, change, told):
     cache = foreign.pressed(model, ids[:TOKENS], KEPT)
     change(cache)
     with pytest.raises(ArtifactError) as refused:

@@ -8,13 +8,11 @@ import math
 import random
 import shutil
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 import pytest
 import torch
-from commands import Cli
 from families import FAMILIES as TRICKY
 from families import make_model
 from making import make_artifact
@@ -66,7 +64,7 @@ class Tiny(NamedTuple):
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+def tiny(request, tmp_path_factory):
     name, seed = request.param, list(FAMILIES).index(request.param)
     directory = tmp_path_factory.mktemp("model")
     torch.manual_seed(seed)
@@ -131,7 +129,7 @@ def damages(kv: torch.Tensor, model: CausalModel) -> Iterator[tuple[str, torch.T
     yield "values one position late", torch.stack([kv[0], kv[1].roll(1, 1)])
 
 
-def test_an_engine_that_rounds_otherwise_passes(tiny: Tiny) -> None:
+def test_an_engine_that_rounds_otherwise_passes(tiny):
     assert passes(tiny.model, tiny.kv, tiny.canary)
     assert passes(tiny.exact, tiny.kv, tiny.canary)
     for seed in range(10, 13):
@@ -140,7 +138,7 @@ def test_an_engine_that_rounds_otherwise_passes(tiny: Tiny) -> None:
             assert passes(tiny.model, tiny.kv, tiny.canary), seed
 
 
-def test_a_canary_made_in_float32_passes_an_engine_in_bfloat16(tiny: Tiny) -> None:
+def test_a_canary_made_in_float32_passes_an_engine_in_bfloat16(tiny):
     model = copy.copy(tiny.model)  # as training on a CPU computes
     model.model = tiny.exact.model
     canary = make_canary.make(model, tiny.kv, None, CHUNK, questions=[tiny.ids[100:130]])
@@ -148,19 +146,19 @@ def test_a_canary_made_in_float32_passes_an_engine_in_bfloat16(tiny: Tiny) -> No
     assert not passes(tiny.model, tiny.kv.flip(3), canary)
 
 
-def test_wrong_kv_fails(tiny: Tiny) -> None:
+def test_wrong_kv_fails(tiny):
     assert [name for name, kv in damages(tiny.kv, tiny.model) if passes(tiny.model, kv, tiny.canary)] == []
     assert [name for name, kv in damages(tiny.kv, tiny.model) if passes(tiny.exact, kv, tiny.canary)] == []
 
 
-def test_one_layer_rotated_wrongly_fails(tiny: Tiny) -> None:
+def test_one_layer_rotated_wrongly_fails(tiny):
     layers = range(tiny.kv.shape[1])
     unseen = [n for n in layers if passes(tiny.model, rotated(tiny.kv, tiny.model, [n], POSITIONS), tiny.canary)]
     assert unseen == []
     assert tiny.canary.sensitivity > 1
 
 
-def test_a_cartridge_behind_itself_passes_only_if_its_keys_are_rotated_as_the_model_does(tiny: Tiny) -> None:
+def test_a_cartridge_behind_itself_passes_only_if_its_keys_are_rotated_as_the_model_does(tiny):
     shape = tiny.model.fingerprint
     right = torch.stack([shift_keys(tiny.kv[0], shape, POSITIONS), tiny.kv[1]])
     twice = torch.cat([tiny.kv, right], dim=2)
@@ -181,7 +179,7 @@ def test_a_cartridge_behind_itself_passes_only_if_its_keys_are_rotated_as_the_mo
 
 
 @torch.inference_mode()
-def test_behind_itself_it_is_asked_after_whole_chunks_since_engines_compute_the_rest(tiny: Tiny) -> None:
+def test_behind_itself_it_is_asked_after_whole_chunks_since_engines_compute_the_rest(tiny):
     model, p = tiny.model, POSITIONS - 24
     ids, kv = tiny.ids[:p], tiny.kv[:, :, :p]
     canary = make_canary.make(model, kv, ids, CHUNK)
@@ -201,7 +199,7 @@ def test_behind_itself_it_is_asked_after_whole_chunks_since_engines_compute_the_
     assert make_canary.in_int8(make_canary.make(model, kv, ids, CHUNK, int8=kv)).behind_positions == reach
 
 
-def test_what_int8_does_is_measured_and_counts_as_noise(tiny: Tiny) -> None:
+def test_what_int8_does_is_measured_and_counts_as_noise(tiny):
     small = make_canary.in_int8(tiny.canary)
     kv = as_served(tiny.kv, tiny.model.fingerprint, "int8", CHUNK)
     assert passes(tiny.model, kv, small)
@@ -212,7 +210,7 @@ def test_what_int8_does_is_measured_and_counts_as_noise(tiny: Tiny) -> None:
     assert make_canary.in_int8(small) is None, "it is int8 already"
 
 
-def test_what_an_fp8_cache_does_is_measured_and_counts_as_noise_in_fp8_engines_only(tiny: Tiny) -> None:
+def test_what_an_fp8_cache_does_is_measured_and_counts_as_noise_in_fp8_engines_only(tiny):
     for asked in (*tiny.canary.after, *tiny.canary.behind):
         assert asked.fp8 > 0
         unmeasured = msgspec.structs.replace(asked, fp8=None)
@@ -225,7 +223,7 @@ def test_what_an_fp8_cache_does_is_measured_and_counts_as_noise_in_fp8_engines_o
     assert make_canary.in_int8(tiny.canary).after[0].fp8 == tiny.canary.after[0].fp8
 
 
-def test_kv_of_another_document_fails_in_fp8_engines_too() -> None:
+def test_kv_of_another_document_fails_in_fp8_engines_too():
     """By a model that was trained: those of random weights answer from fp8 as from anything."""
     model, kv, ids = CausalModel(str(MODEL_DIR)), {}, {}
     for sheet in ("ward-a", "ward-b"):
@@ -250,19 +248,19 @@ def answer(*rows: dict[int, float]) -> tuple[list[int], list[dict[int, float]]]:
     return [max(row, key=row.get) for row in rows], list(rows)
 
 
-def test_the_mean_difference_over_all_positions_decides() -> None:
+def test_the_mean_difference_over_all_positions_decides():
     found = compare(EXPECTED, *answer({5: -0.1, 7: -2.2}, {6: -0.2, 8: -1.5}))
     assert (found.difference, found.bound, found.positions) == (pytest.approx(0.05), pytest.approx(0.08), 2)
     assert found.passed
     assert not compare(EXPECTED, *answer({5: -0.1, 7: -2.4}, {6: -0.2, 8: -1.5})).passed
 
 
-def test_a_token_that_the_engine_does_not_list_is_at_most_as_likely_as_its_last() -> None:
+def test_a_token_that_the_engine_does_not_list_is_at_most_as_likely_as_its_last():
     assert compare(EXPECTED, *answer({5: -0.1, 9: -2.0}, {6: -0.2, 8: -1.5})).difference == pytest.approx(0.0)
     assert compare(EXPECTED, *answer({5: -0.1, 9: -6.0}, {6: -0.2, 8: -1.5})).difference == pytest.approx(1.0)
 
 
-def test_nothing_is_compared_after_the_first_other_token() -> None:
+def test_nothing_is_compared_after_the_first_other_token():
     near = compare(EXPECTED, *answer({5: -0.15, 7: -0.1}, {1: 0.0}))
     assert near.positions == 1
     assert not near.passed
@@ -273,11 +271,11 @@ def test_nothing_is_compared_after_the_first_other_token() -> None:
 @pytest.mark.parametrize(
     "given", [([], []), ([5], [{5: -0.1, 7: -2.0}]), ([5, 6], [{5: math.nan, 7: -2.0}, {}]), ([5], [])]
 )
-def test_an_answer_that_is_too_short_or_no_number_does_not_pass(given: Any) -> None:
+def test_an_answer_that_is_too_short_or_no_number_does_not_pass(given):
     assert not compare(EXPECTED, *given).passed
 
 
-def test_the_bound_follows_the_noise_and_has_a_floor() -> None:
+def test_the_bound_follows_the_noise_and_has_a_floor():
     assert Expected((), (), noise=0.1).bound == pytest.approx(NOISES * 0.1)
     assert Expected((), (), noise=0.001).bound == FLOOR
 
@@ -287,13 +285,13 @@ def test_the_bound_follows_the_noise_and_has_a_floor() -> None:
 CANARY = ServedCanary((Asked((3, 4), EXPECTED),), 2.0)
 
 
-def test_a_canary_is_no_part_of_the_digest(tmp_path: Path) -> None:
+def test_a_canary_is_no_part_of_the_digest(tmp_path):
     plain = make_artifact(tmp_path / "a", positions=40).manifest
     with_canary = msgspec.structs.replace(plain, canary=CANARY)
     assert decode(with_canary.encode(), "here") == with_canary
 
 
-def test_describe_says_whether_there_is_one(tmp_path: Path, cli: Cli) -> None:
+def test_describe_says_whether_there_is_one(tmp_path, cli):
     found = []
     for name, canary in (("old", None), ("new", CANARY)):
         root = tmp_path / name
@@ -323,13 +321,13 @@ def _answered(**answer: Any) -> dict[str, Any]:
     ],
     ids=str,
 )  # fmt: skip
-def test_a_canary_that_cannot_be_asked_is_refused(tmp_path: Path, change: dict) -> None:
+def test_a_canary_that_cannot_be_asked_is_refused(tmp_path, change):
     plain = json.loads(make_artifact(tmp_path / "a", positions=40).manifest.encode())
     with pytest.raises(ManifestError, match="canary|outside the model's vocabulary"):
         decode(json.dumps(plain | {"canary": msgspec.to_builtins(CANARY) | change}).encode(), "here")
 
 
-def test_a_router_that_answers_two_things_is_rounded_too(tmp_path: Path) -> None:
+def test_a_router_that_answers_two_things_is_rounded_too(tmp_path):
     """Llama 4's is a matrix product by inheritance, and returns its scores and its logits."""
     model, ids = CausalModel(str(make_model(tmp_path, TRICKY["llama4"]()))), list(range(5, 25))
     exact = model.logits(ids, 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ TOKENS = 100
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_questions_are_answered_together_as_alone(tmp_path: Path, family: str) -> None:
+def test_questions_are_answered_together_as_alone(tmp_path, family):
     model = CausalModel(str(make_model(tmp_path / "model", FAMILIES[family]())), max_model_len=1024, dtype="float32")
     draw = random.Random(family)
     ids = [draw.randrange(10, 620) for _ in range(TOKENS)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,7 +41,7 @@ TEMPLATES = {"chatml": CHATML, "headers": HEADERS, "inside": INSIDE, "pairs": PA
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer():
     """A byte-level BPE of merges across words' ends, spaces and newlines, as the pre-tokenizer of GPT-2 lets them be."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -73,9 +72,7 @@ def _rendered(tokenizer: Any, messages: Any, **options: Any) -> list[int]:
 
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_the_cartridge_and_what_goes_behind_it_are_the_templates_tokens_of_the_whole_conversation(
-    tokenizer: Any, name: str, end: str
-) -> None:
+def test_the_cartridge_and_what_goes_behind_it_are_the_templates_tokens_of_the_whole_conversation(tokenizer, name, end):
     model, document = _model(tokenizer, TEMPLATES[name]), SHEET.strip() + end
     ids, chat = render(model, [Message("system", document)], {})
     assert tokenizer.decode(ids).rstrip("\n").removesuffix("<|im_end|>")[-40:].find(document.strip()[-20:-9]) >= 0, (
@@ -88,7 +85,7 @@ def test_the_cartridge_and_what_goes_behind_it_are_the_templates_tokens_of_the_w
         assert [*ids, *(behind or [])] == whole, contents
 
 
-def test_a_request_rendered_by_itself_gets_another_prompt(tokenizer: Any) -> None:
+def test_a_request_rendered_by_itself_gets_another_prompt(tokenizer):
     """The negative control: what a cartridge without a chat gets, for which the template adds its own system prompt."""
     model = _model(tokenizer, CHATML)
     ids, chat = render(model, [Message("system", SHEET)], {})
@@ -99,7 +96,7 @@ def test_a_request_rendered_by_itself_gets_another_prompt(tokenizer: Any) -> Non
     assert [*ids, *question_ids(model, "Hi", chat)] == whole
 
 
-def test_several_messages_and_other_roles_are_a_cartridge_too(tokenizer: Any) -> None:
+def test_several_messages_and_other_roles_are_a_cartridge_too(tokenizer):
     model = _model(tokenizer, INSIDE)
     messages = [Message("user", SHEET), Message("assistant", "Read.")]
     ids, chat = render(model, messages, {})
@@ -119,9 +116,7 @@ def test_several_messages_and_other_roles_are_a_cartridge_too(tokenizer: Any) ->
         ("{{ messages[0].oops.x }}", "system", "does not take"),
     ],
 )  # fmt: skip
-def test_a_template_whose_tokens_are_no_beginning_is_refused_with_the_reason(
-    tokenizer: Any, template: str | None, role: str, reason: str
-) -> None:
+def test_a_template_whose_tokens_are_no_beginning_is_refused_with_the_reason(tokenizer, template, role, reason):
     with pytest.raises(ArtifactError, match=reason):
         render(_model(tokenizer, template), [Message(role, SHEET)], {})
 
@@ -138,7 +133,7 @@ def _begun(tokenizer: Any, template: str, messages: list[Message]) -> tuple[list
 
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_a_server_goes_on_with_what_its_own_template_makes(tokenizer: Any, name: str, end: str) -> None:
+def test_a_server_goes_on_with_what_its_own_template_makes(tokenizer, name, end):
     document = SHEET.strip() + end
     first = [Message("system", document), Message("user", "Well?"), Message("assistant", "Yes.")]
     ids, chat = _begun(tokenizer, TEMPLATES[name], first)
@@ -149,12 +144,12 @@ def test_a_server_goes_on_with_what_its_own_template_makes(tokenizer: Any, name:
 
 
 @pytest.mark.parametrize("template", [LAST, INSIDE, COUNTING])
-def test_a_server_refuses_messages_that_are_no_beginning(tokenizer: Any, template: str) -> None:
+def test_a_server_refuses_messages_that_are_no_beginning(tokenizer, template):
     with pytest.raises(ArtifactError, match="does not begin a conversation that goes on"):
         _begun(tokenizer, template, [Message("system", SHEET)])
 
 
-def test_a_date_that_is_given_goes_with_every_request(tokenizer: Any) -> None:
+def test_a_date_that_is_given_goes_with_every_request(tokenizer):
     model, date = _model(tokenizer, DATED), {"date_string": "26 Jul 2024"}
     ids, chat = render(model, [Message("system", SHEET)], date)
     assert chat.arguments == date
@@ -163,7 +158,7 @@ def test_a_date_that_is_given_goes_with_every_request(tokenizer: Any) -> None:
     assert chat.behind(_rendered(tokenizer, [*chat.messages, Message("user", "Hi")])) is None, "today's"
 
 
-def test_tools_that_change_the_beginning_are_told_from_those_that_do_not(tokenizer: Any) -> None:
+def test_tools_that_change_the_beginning_are_told_from_those_that_do_not(tokenizer):
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
     behind = []
     for template in (CHATML, HEADERS + "{% if tools %}{{ tools | tojson }}{% endif %}"):
@@ -173,7 +168,7 @@ def test_tools_that_change_the_beginning_are_told_from_those_that_do_not(tokeniz
 
 
 @pytest.mark.parametrize("name", ["headers", "inside"])
-def test_a_second_bos_before_the_templates_own_is_left_out_and_no_other(tokenizer: Any, name: str) -> None:
+def test_a_second_bos_before_the_templates_own_is_left_out_and_no_other(tokenizer, name):
     bos = tokenizer.bos_token_id
     _, chat = render(_model(tokenizer, TEMPLATES[name]), [Message("system", SHEET)], {})
     whole = _rendered(tokenizer, [*chat.messages, Message("user", "Hi")])
@@ -182,7 +177,7 @@ def test_a_second_bos_before_the_templates_own_is_left_out_and_no_other(tokenize
     assert chat.behind([*chat.prefix, bos, bos], bos) == [bos, bos]
 
 
-def test_offline_messages_go_on_behind_it_and_text_and_ids_as_they_are(tokenizer: Any) -> None:
+def test_offline_messages_go_on_behind_it_and_text_and_ids_as_they_are(tokenizer):
     model = _model(tokenizer, CHATML.replace("{% if messages[0]", "{{ bos_token }}{% if messages[0]", 1))
     ids, chat = render(model, [Message("system", SHEET)], {})
     whole = _rendered(tokenizer, [{"role": "system", "content": SHEET}, *_turns(["Hi"])])
@@ -199,7 +194,7 @@ def test_offline_messages_go_on_behind_it_and_text_and_ids_as_they_are(tokenizer
 
 
 @pytest.fixture(scope="module")
-def model() -> CausalModel:
+def model():
     return CausalModel(str(MODEL_DIR))
 
 
@@ -207,7 +202,7 @@ NO_IDS = "not a list of at least one whole number"
 
 
 @pytest.mark.parametrize("form", ["json", "words", "lines", "npy"])
-def test_token_ids_made_elsewhere_are_read_in_each_form(model: CausalModel, tmp_path: Path, form: str) -> None:
+def test_token_ids_made_elsewhere_are_read_in_each_form(model, tmp_path, form):
     ids, path = [5, 0, 639, 7], tmp_path / ("ids.npy" if form == "npy" else "ids.txt")
     if form == "npy":
         np.save(path, np.array(ids, dtype=np.int32))
@@ -225,15 +220,13 @@ def test_token_ids_made_elsewhere_are_read_in_each_form(model: CausalModel, tmp_
         (f"[{1 << 70}]", "is outside"),
     ],
 )  # fmt: skip
-def test_a_file_that_holds_no_ids_of_the_model_is_refused(
-    model: CausalModel, tmp_path: Path, text: str, reason: str
-) -> None:
+def test_a_file_that_holds_no_ids_of_the_model_is_refused(model, tmp_path, text, reason):
     (tmp_path / "ids").write_text(text)
     with pytest.raises(ArtifactError, match=reason):
         read_ids(model, tmp_path / "ids")
 
 
-def test_a_file_that_is_no_array_is_refused_and_unpickles_nothing(model: CausalModel, tmp_path: Path) -> None:
+def test_a_file_that_is_no_array_is_refused_and_unpickles_nothing(model, tmp_path):
     np.save(tmp_path / "ids.npy", np.array([object()]), allow_pickle=True)
     (tmp_path / "b.npy").write_bytes(b"\x93NUMPY")
     for name in ("ids.npy", "b.npy"):
@@ -244,7 +237,7 @@ def test_a_file_that_is_no_array_is_refused_and_unpickles_nothing(model: CausalM
 @pytest.mark.parametrize(
     "text", ["[]", "{}", "x", '[{"role": "user"}]', '[{"role": "user", "content": [1]}]', '[{"role": "user", "content": "x", "a": 1}]']
 )  # fmt: skip
-def test_messages_that_are_not_text_are_refused(tokenizer: Any, tmp_path: Path, text: str) -> None:
+def test_messages_that_are_not_text_are_refused(tokenizer, tmp_path, text):
     (tmp_path / "m.json").write_text(text)
     with pytest.raises(ArtifactError, match=r"messages"):
         read_chat(_model(tokenizer, HEADERS), tmp_path / "m.json", None, {})
@@ -258,7 +251,7 @@ def _build(cli: Cli, *options: object) -> None:
     cli.json("build", "--model", MODEL_DIR, "--id", "a", *document, *options)
 
 
-def test_a_document_is_built_as_the_system_message_and_says_so(tmp_path: Path, cli: Cli) -> None:
+def test_a_document_is_built_as_the_system_message_and_says_so(tmp_path, cli):
     (tmp_path / "t.jinja").write_text(WARD)
     _build(cli, "--chat", "system", "--chat-template", tmp_path / "t.jinja")
     cli.json("build", "--from", "a", "--payload", "int8", "--id", "b")
@@ -275,7 +268,7 @@ def test_a_document_is_built_as_the_system_message_and_says_so(tmp_path: Path, c
     assert plain.provenance.canary is not None and plain.provenance.canary.top1_equal and plain.canary is not None
 
 
-def test_messages_and_ids_are_built_too(model: CausalModel, tmp_path: Path, cli: Cli) -> None:
+def test_messages_and_ids_are_built_too(model, tmp_path, cli):
     messages = _turns(["blood of Tehor?", "A+"])
     messages.insert(0, {"role": "system", "content": SHEET[:1500]})
     (tmp_path / "m.json").write_text(json.dumps(messages))
@@ -295,7 +288,7 @@ def test_messages_and_ids_are_built_too(model: CausalModel, tmp_path: Path, cli:
     [Chat((), (1,)), Chat((Message("user", "x"),), ()), Chat((Message("user", "x"),), (VOCABULARY,)), Chat((Message("user", "x"),) * 257, (1,))],
     ids=["no message", "no prefix", "outside the vocabulary", "too many"],
 )  # fmt: skip
-def test_a_manifest_whose_chat_cannot_be_gone_on_with_is_refused(tmp_path: Path, chat: Chat) -> None:
+def test_a_manifest_whose_chat_cannot_be_gone_on_with_is_refused(tmp_path, chat):
     manifest = make_artifact(tmp_path / "a", positions=3).manifest
     with pytest.raises(ManifestError, match=r"at `\$\.chat|outside the model's vocabulary"):
         decode(msgspec.structs.replace(manifest, chat=chat).encode(), "here")

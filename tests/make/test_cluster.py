@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from commands import Cli
 from recall.ward import write_document
-from s3 import MotoServer
 from waiting import until
 from wards import MODEL, patients
 
@@ -60,9 +59,7 @@ def _trained(corpus: Path, home: Path, *words: str) -> dict[str, str]:
         return {row.name: row.digest for row in library.registry.all()}
 
 
-def test_a_killed_node_loses_no_document_and_what_is_there_is_not_made_again(
-    tmp_path: Path, moto_server: MotoServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_node_loses_no_document_and_what_is_there_is_not_made_again(tmp_path, moto_server, monkeypatch):
     names = [f"ward-{n:02}" for n in range(SHEETS)]
     texts = [write_document(random.Random(name), TOKENS, patients(n, SHEETS)).text for n, name in enumerate(names)]
     lines = [json.dumps({"id": name, "text": text}) for name, text in zip(names, texts, strict=True)]
@@ -124,9 +121,7 @@ def test_a_killed_node_loses_no_document_and_what_is_there_is_not_made_again(
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Ray's own
-def test_ray_that_lacks_and_a_cluster_that_cannot_be_reached_are_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ray_that_lacks_and_a_cluster_that_cannot_be_reached_are_one_line(tmp_path, capsys, monkeypatch):
     (tmp_path / "a.txt").write_text("A document.")
     words = ["build", str(tmp_path / "a.txt"), "--model", MODEL, "--publish", str(tmp_path / "library")]
     assert main([*words, "--ray", "127.0.0.1:1"]) == 1

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -56,12 +54,12 @@ class Sheet(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def sheet() -> Sheet:
+def sheet():
     return _sheet("compact test", 480)
 
 
 @pytest.fixture(scope="module")
-def averaged(sheet: Sheet) -> Callable[[str, Any], tuple[torch.Tensor, torch.Tensor]]:
+def averaged(sheet):
     """Return KV of a sixteenth of the positions, and the same where something of the fit is left out."""
     fitted = compacted(sheet.kv, sheet.asked, P16)
 
@@ -92,7 +90,7 @@ def examples_of(sheet: Sheet) -> list[Example]:
 
 
 @pytest.fixture(scope="module")
-def four(sheet: Sheet) -> torch.Tensor:
+def four(sheet):
     """A quarter of the positions, keys as in the document."""
     return compacted(sheet.kv, sheet.asked, P4)
 
@@ -100,21 +98,21 @@ def four(sheet: Sheet) -> torch.Tensor:
 # What is asked.
 
 
-def test_the_attention_over_the_document_and_the_question_is_the_model_s_own(sheet: Sheet) -> None:
+def test_the_attention_over_the_document_and_the_question_is_the_model_s_own(sheet):
     for number, asked in enumerate(sheet.asked.layers):
         keys, values = sheet.kv[:, number].transpose(1, 2)
         error = (attended(asked, keys, values) - asked.wanted).norm() / asked.wanted.norm()
         assert error < 1e-4
 
 
-def test_the_document_read_again_asks_for_every_token_once(sheet: Sheet) -> None:
+def test_the_document_read_again_asks_for_every_token_once(sheet):
     examples = repeated(sheet.ids)
     assert sheet.ids[1:] == [token for example in examples for token in example.answer]
     found = collect(sheet.model, sheet.kv, examples)
     assert len(found.answers) == len(sheet.ids) - 1 and found.answers.all()
 
 
-def test_of_too_many_tokens_those_that_predict_answers_are_kept(sheet: Sheet, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_too_many_tokens_those_that_predict_answers_are_kept(sheet, monkeypatch):
     examples = references_of(sheet.model, sheet.ids, Wanted(P16, sheet.questions))
     answers = sum(len(example.answer) for example in examples)
     monkeypatch.setattr(references, "MOST_QUERIES", answers + 7)
@@ -124,7 +122,7 @@ def test_of_too_many_tokens_those_that_predict_answers_are_kept(sheet: Sheet, mo
     assert {plane.shape[2] for layer in found.layers for plane in layer} == {answers + 7}
 
 
-def test_an_answer_is_asked_for_and_its_end_is_not(sheet: Sheet) -> None:
+def test_an_answer_is_asked_for_and_its_end_is_not(sheet):
     questions = [Question("ward of Mora?", "7"), Question("blood of Mora?")]
     asked = references_of(sheet.model, sheet.ids, Wanted(P16, questions))
     assert references_of(sheet.model, sheet.ids, Wanted(P4, questions)) == [*asked, *repeated(sheet.ids)], "p has room"
@@ -134,7 +132,7 @@ def test_an_answer_is_asked_for_and_its_end_is_not(sheet: Sheet) -> None:
     )
 
 
-def test_attention_that_is_no_plain_softmax_is_refused(sheet: Sheet) -> None:
+def test_attention_that_is_no_plain_softmax_is_refused(sheet):
     with pytest.raises(UnsupportedModel, match="sliding_window"), references.listening(sheet.model, lambda *_: None):
         attention = references.AttentionInterface()[references.ATTENTION]
         attention(None, *[torch.zeros(1)] * 3, torch.zeros(1, 1, 1, 1), sliding_window=8)
@@ -143,14 +141,14 @@ def test_attention_that_is_no_plain_softmax_is_refused(sheet: Sheet) -> None:
 # Keys and values in closed form.
 
 
-def test_a_quarter_answers_within_a_point_without_a_gradient_step(sheet: Sheet, four: torch.Tensor) -> None:
+def test_a_quarter_answers_within_a_point_without_a_gradient_step(sheet, four):
     document = sheet.exact(sheet.kv)
     assert document > 0.97
     assert torch.equal(four[0, :, 0], sheet.kv[0, :, 0]), "the first key stays"
     assert sheet.exact(rerotated(sheet.model, four, len(sheet.ids))) >= document - 0.01
 
 
-def test_keys_left_where_they_were_answer_far_worse() -> None:
+def test_keys_left_where_they_were_answer_far_worse():
     """The control: the same KV, its keys nearer to the question than they were by n - p positions, which are 770 here."""
     long = _sheet("compact dev 0", 1024)
     kv = compacted(long.kv, long.asked, 256)
@@ -160,7 +158,7 @@ def test_keys_left_where_they_were_answer_far_worse() -> None:
     assert long.exact(kv) <= right - 0.3
 
 
-def test_values_by_least_squares_beat_the_mean_of_those_they_stand_for(sheet: Sheet, averaged: Any) -> None:
+def test_values_by_least_squares_beat_the_mean_of_those_they_stand_for(sheet, averaged):
     fitted, mean = averaged("_fit", lambda head, keys, values, weights: values)
     assert _error(sheet, fitted) < _error(sheet, mean)
 
@@ -175,13 +173,13 @@ def _error(sheet: Sheet, kv: torch.Tensor) -> float:
     return found
 
 
-def test_fitted_keys_beat_the_mean_of_those_they_stand_for(sheet: Sheet, averaged: Any) -> None:
+def test_fitted_keys_beat_the_mean_of_those_they_stand_for(sheet, averaged):
     made = averaged("fitted_keys", lambda start, *rest: start)
     exact = [sheet.exact(rerotated(sheet.model, kv, len(sheet.ids))) for kv in made]
     assert exact[0] >= 0.85 and exact[0] >= exact[1] + 0.3, exact
 
 
-def test_keys_that_give_the_wanted_shares_are_found() -> None:
+def test_keys_that_give_the_wanted_shares_are_found():
     draw = torch.Generator().manual_seed(0)
     right, queries = torch.randn(6, 8, generator=draw), 2 * torch.randn(400, 8, generator=draw)
     own = torch.randn(400, generator=draw)
@@ -194,7 +192,7 @@ def test_keys_that_give_the_wanted_shares_are_found() -> None:
     assert (got - shares).abs().mean() < 0.02
 
 
-def test_values_that_are_alike_are_one_group() -> None:
+def test_values_that_are_alike_are_one_group():
     draw = torch.Generator().manual_seed(0)
     centres = torch.randn(5, 4, generator=draw)
     which = torch.randint(5, (60,), generator=draw)
@@ -206,9 +204,7 @@ def test_values_that_are_alike_are_one_group() -> None:
     assert len(set(groups(centres, weights, 3)[:3].tolist())) == 3
 
 
-def test_values_solved_block_by_block_are_as_good(
-    sheet: Sheet, four: torch.Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_values_solved_block_by_block_are_as_good(sheet, four, monkeypatch):
     monkeypatch.setattr(closed, "BLOCK_POSITIONS", 96)
     monkeypatch.setattr(closed, "BLOCK_QUERIES", 300)
     blocks = compacted(sheet.kv, sheet.asked, P4)
@@ -219,7 +215,7 @@ def test_values_solved_block_by_block_are_as_good(
 # All of it.
 
 
-def test_the_document_alone_is_enough_for_a_quarter_and_it_is_said_that_nothing_was_asked(sheet: Sheet) -> None:
+def test_the_document_alone_is_enough_for_a_quarter_and_it_is_said_that_nothing_was_asked(sheet):
     said: list[str] = []
     made = compact(sheet.model, sheet.kv, sheet.ids, Wanted(P4), say=said.append)
     assert made.about.queries == "repeat"
@@ -230,7 +226,7 @@ def test_the_document_alone_is_enough_for_a_quarter_and_it_is_said_that_nothing_
     assert said[-1].startswith("no questions were given, so how it answers is not known")
 
 
-def test_refining_answers_more_where_it_is_kept(sheet: Sheet) -> None:
+def test_refining_answers_more_where_it_is_kept(sheet):
     """At 32x, where what is fitted in closed form answers too little."""
     said: list[str] = []
     plain, refined = (
@@ -248,9 +244,7 @@ def test_refining_answers_more_where_it_is_kept(sheet: Sheet) -> None:
     ]  # fmt: skip
 
 
-def test_refining_goes_by_questions_and_is_left_out_where_it_answers_less(
-    sheet: Sheet, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refining_goes_by_questions_and_is_left_out_where_it_answers_less(sheet, monkeypatch):
     """Towards the document read again it answered 22 questions of 100 at 16x, and the gate said 99."""
     assert make(sheet.model, sheet.kv, sheet.ids, Wanted(P16, refine=40)).refine == 0
     monkeypatch.setattr(job, "refine", lambda model, kv, *rest, **more: torch.zeros_like(kv))
@@ -259,7 +253,7 @@ def test_refining_goes_by_questions_and_is_left_out_where_it_answers_less(
     assert made.refine == 0 and bool(made.kv.any())
 
 
-def test_the_gate_goes_by_questions_that_the_fit_has_not_seen(sheet: Sheet) -> None:
+def test_the_gate_goes_by_questions_that_the_fit_has_not_seen(sheet):
     """It is made for half of the facts, and asked for the others."""
     half = [Question(TRAINED[0].format(**fact._asdict()), fact.value) for fact in sheet.facts[::2]]
     others = [Question(UNSEEN.format(**fact._asdict()), fact.value) for fact in sheet.facts[1::2]]
@@ -274,9 +268,7 @@ def test_the_gate_goes_by_questions_that_the_fit_has_not_seen(sheet: Sheet) -> N
 
 
 @pytest.mark.parametrize("rows_bytes", [1, 5_000_000])
-def test_the_teacher_holds_no_more_copies_of_the_document_than_its_bound(
-    sheet: Sheet, monkeypatch: pytest.MonkeyPatch, rows_bytes: int
-) -> None:
+def test_the_teacher_holds_no_more_copies_of_the_document_than_its_bound(sheet, monkeypatch, rows_bytes):
     expected = lesson.taught(sheet.model, sheet.kv, examples_of(sheet), 4)
     held: list[int] = []
     cache = sheet.model.cache
@@ -300,14 +292,14 @@ class Home(NamedTuple):
 
 
 @pytest.fixture
-def home(sheet: Sheet, tmp_path: Path, cli: Cli) -> Home:
+def home(sheet, tmp_path, cli):
     (tmp_path / "sheet.txt").write_text(sheet.document.text)
     questions = write_questions(tmp_path / "questions.jsonl", sheet.document)
     document = ("--model", MODEL, "--document", tmp_path / "sheet.txt", "--chunk-size")
     return Home(cli, document, ("--questions", questions))
 
 
-def test_what_keeps_too_little_is_not_registered_unless_it_is_accepted(home: Home) -> None:
+def test_what_keeps_too_little_is_not_registered_unless_it_is_accepted(home):
     argv = ("build", *home.document, 16, "--id", "s", "--compact", "32x", "--refine", 0, *home.asked)
     said = home.cli.refused(*argv)
     assert "nothing is registered: it answers " in said and "--accept 0." in said
@@ -318,7 +310,7 @@ def test_what_keeps_too_little_is_not_registered_unless_it_is_accepted(home: Hom
     assert home.read("s")[0].provenance.compaction.measured.kept == shown["measured"]["kept"]
 
 
-def test_a_model_in_its_own_dtype_refines_too(home: Home) -> None:
+def test_a_model_in_its_own_dtype_refines_too(home):
     """Whether the steps answer more is another matter, which goes by how a processor rounds bfloat16."""
     how = ("--compact", "32x", "--refine", 3, "--accept", 0, *home.asked)
     ran = home.cli("build", *home.document, 16, "--id", "s", *how)
@@ -326,7 +318,7 @@ def test_a_model_in_its_own_dtype_refines_too(home: Home) -> None:
     assert home.read("s")[0].provenance.compaction.refine in (0, 3)
 
 
-def test_build_compact_and_compact_of_what_was_built_are_the_same_but_for_rounding(sheet: Sheet, home: Home) -> None:
+def test_build_compact_and_compact_of_what_was_built_are_the_same_but_for_rounding(sheet, home):
     cli, how = home.cli, (*home.asked, *SINGLE)
     cli.json("build", *home.document, 64, "--id", "whole", *SINGLE)
     shown = cli.json("build", *home.document, 64, "--id", "at-once", "--compact", "4x", *how)
@@ -346,7 +338,7 @@ def test_build_compact_and_compact_of_what_was_built_are_the_same_but_for_roundi
     assert "only a prefill cartridge" in again
 
 
-def test_that_start_is_refined_and_trained_at_a_rate_of_its_own(sheet: Sheet, home: Home) -> None:
+def test_that_start_is_refined_and_trained_at_a_rate_of_its_own(sheet, home):
     """At 32x, where what is fitted in closed form answers too little."""
     common = ("train", *home.document, 16, "--compress", P32, *home.asked, "--set", "init=compact", "--accept", 0,
               "--set", "answer_tokens=4", "--set", "patience=0", "--set", "check_every=20", "--set", "schedule=cosine",
@@ -361,7 +353,7 @@ def test_that_start_is_refined_and_trained_at_a_rate_of_its_own(sheet: Sheet, ho
     assert right[0] <= right[1] < right[2], right
 
 
-def test_kv_of_another_model_or_of_a_corrupt_cartridge_is_not_read(sheet: Sheet, home: Home) -> None:
+def test_kv_of_another_model_or_of_a_corrupt_cartridge_is_not_read(sheet, home):
     home.cli.json("build", *home.document, 64, "--id", "whole")
     _, root = home.cli.artefact("whole")
     manifest, kv = home.read("whole")

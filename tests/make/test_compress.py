@@ -8,7 +8,6 @@ from typing import Any
 import foreign
 import pytest
 import torch
-from commands import Cli
 from lessons import write_questions
 from making import files_under, flip_bit, make_artifact
 from serving import stored_kv
@@ -32,7 +31,7 @@ CLOSE = 0.02
 
 
 @pytest.fixture
-def sheet(tmp_path: Path) -> str:
+def sheet(tmp_path):
     path = tmp_path / "sheet.txt"
     path.write_text(load_sheet("ward-a").text[:1500])
     return str(path)
@@ -44,7 +43,7 @@ def _apart(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float(((found - expected).norm(dim=2) / expected.norm(dim=2)).max())
 
 
-def test_build_stores_int8_and_the_canary_runs_on_what_will_be_served(cli: Cli, sheet: str) -> None:
+def test_build_stores_int8_and_the_canary_runs_on_what_will_be_served(cli, sheet):
     common = ("build", "--model", MODEL, "--document", sheet, "--chunk-size", "64")
     plain = cli.json(*common, "--id", "plain")
     small = cli.json(*common, "--id", "small", "--payload", "int8")
@@ -60,14 +59,14 @@ def test_build_stores_int8_and_the_canary_runs_on_what_will_be_served(cli: Cli, 
 
 
 @pytest.mark.parametrize("text", ["", " \n\t "])
-def test_an_empty_document_is_refused(cli: Cli, tmp_path: Path, text: str) -> None:
+def test_an_empty_document_is_refused(cli, tmp_path, text):
     (tmp_path / "empty.txt").write_text(text)
     refused = cli.refused("build", "--model", MODEL, "--document", tmp_path / "empty.txt", "--id", "doc")
     assert refused.endswith("empty.txt is empty; a cartridge needs a document\n")
     assert cli.json("list") == []
 
 
-def test_a_document_that_servers_would_not_inject_is_built_with_a_warning(cli: Cli, tmp_path: Path, sheet: str) -> None:
+def test_a_document_that_servers_would_not_inject_is_built_with_a_warning(cli, tmp_path, sheet):
     warnings = {}
     for size in (60, 600, 1500):
         (tmp_path / "short.txt").write_text(Path(sheet).read_text()[:size])
@@ -79,9 +78,7 @@ def test_a_document_that_servers_would_not_inject_is_built_with_a_warning(cli: C
     assert warnings[many] == []
 
 
-def test_a_canary_that_fails_on_int8_alone_leaves_nothing(
-    cli: Cli, sheet: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_canary_that_fails_on_int8_alone_leaves_nothing(cli, sheet, monkeypatch):
     from lmcache_cartridge.memory import codec
 
     decode = codec.decode
@@ -91,9 +88,7 @@ def test_a_canary_that_fails_on_int8_alone_leaves_nothing(
     cli.json(*common)
 
 
-def test_train_stores_int8_and_measures_what_is_served(
-    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_train_stores_int8_and_measures_what_is_served(cli, tmp_path, monkeypatch):
     ward = write_ward(CausalModel(MODEL), patients(1, 8), "int8", tokens=128)
     (tmp_path / "ward.txt").write_text(ward.document.text)
     measure, asked = gate.measure, []
@@ -114,7 +109,7 @@ def test_train_stores_int8_and_measures_what_is_served(
     assert len(list(reading.verify(root))) == 2
 
 
-def test_import_stores_int8(cli: Cli, tmp_path: Path) -> None:
+def test_import_stores_int8(cli, tmp_path):
     kv = foreign.random_kv(64)
     foreign.peft_adapter(kv, tmp_path / "adapter")
     common = ("import", tmp_path / "adapter", "--model", MODEL, "--round", "--chunk-size", "16")
@@ -125,7 +120,7 @@ def test_import_stores_int8(cli: Cli, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["prefill", "trained"])
-def test_compress_makes_the_same_of_a_registered_cartridge(cli: Cli, tmp_path: Path, kind: str) -> None:
+def test_compress_makes_the_same_of_a_registered_cartridge(cli, tmp_path, kind):
     made = make_artifact(tmp_path / "doc", positions=80, kind=kind)
     Registry(cli.home / "registry.sqlite").register(tmp_path / "doc")
     before = files_under(tmp_path / "doc")
@@ -144,7 +139,7 @@ def test_compress_makes_the_same_of_a_registered_cartridge(cli: Cli, tmp_path: P
     assert "doc@2 is in int8 already" in cli.refused("build", "--from", "doc", "--payload", "int8", "--id", "again")
 
 
-def test_with_no_promote_an_id_stays_where_it_is(cli: Cli, tmp_path: Path, sheet: str) -> None:
+def test_with_no_promote_an_id_stays_where_it_is(cli, tmp_path, sheet):
     of_model = ("--model", MODEL, "--chunk-size", "16", "--id", "doc", "--no-promote")
     foreign.peft_adapter(foreign.random_kv(64), tmp_path / "adapter")
     made = [
@@ -159,7 +154,7 @@ def test_with_no_promote_an_id_stays_where_it_is(cli: Cli, tmp_path: Path, sheet
     assert [row["current"] for row in cli.json("list")] == [False, True, False]
 
 
-def test_a_corrupt_cartridge_is_not_compressed(tmp_path: Path) -> None:
+def test_a_corrupt_cartridge_is_not_compressed(tmp_path):
     made = make_artifact(tmp_path / "doc", positions=80)
     flip_bit(tmp_path / "doc" / PAYLOAD, chunk_range(made.manifest, 4, range(1)).start)
     with pytest.raises(CorruptChunk, match="chunk 4"):
@@ -167,7 +162,7 @@ def test_a_corrupt_cartridge_is_not_compressed(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["doc"]
 
 
-def test_numbers_that_int8_cannot_hold_leave_nothing(tmp_path: Path) -> None:
+def test_numbers_that_int8_cannot_hold_leave_nothing(tmp_path):
     made = make_artifact(tmp_path / "a", positions=80)
     made.kv[1, 0, 40, 1, 3] = torch.finfo(torch.bfloat16).max
     make_artifact(tmp_path / "doc", positions=80, kv=made.kv)
@@ -176,7 +171,7 @@ def test_numbers_that_int8_cannot_hold_leave_nothing(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "doc"]
 
 
-def test_export_writes_what_is_served_and_says_so(cli: Cli, tmp_path: Path, sheet: str) -> None:
+def test_export_writes_what_is_served_and_says_so(cli, tmp_path, sheet):
     cli.json("build", "--model", MODEL, "--document", sheet, "--id", "small", "--payload", "int8", "--chunk-size", "64")
     manifest, root = cli.artefact("small")
     model = CausalModel(MODEL)
@@ -191,7 +186,7 @@ def test_export_writes_what_is_served_and_says_so(cli: Cli, tmp_path: Path, shee
     assert "| dtype | bfloat16, exported from int8 |" in (tmp_path / "peft" / "README.md").read_text()
 
 
-def test_text_for_people_says_what_export_did(cli: Cli, tmp_path: Path) -> None:
+def test_text_for_people_says_what_export_did(cli, tmp_path):
     shape = CausalModel(MODEL).fingerprint
     make_artifact(tmp_path / "doc", positions=80, fingerprint=shape, encoding="int8", token_ids=[7] * 80)
     Registry(cli.home / "registry.sqlite").register(tmp_path / "doc")

@@ -12,7 +12,7 @@ import foreign
 import pytest
 import torch
 from blake3 import blake3
-from commands import Cli, Ran
+from commands import Ran
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from serving import stored_kv
@@ -32,12 +32,12 @@ QUESTION = "Q: blood of Tehor? A:"
 
 
 @pytest.fixture(scope="module")
-def model() -> CausalModel:
+def model():
     return CausalModel(str(MODEL_DIR))
 
 
 @pytest.fixture(scope="module")
-def ids(model: CausalModel) -> list[int]:
+def ids(model):
     return model.encode(load_sheet("ward-a").text, special=True)
 
 
@@ -82,7 +82,7 @@ FORMS: dict[str, tuple[str, Callable[[torch.Tensor, Path], Path]]] = {
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_a_format_is_recognised_and_its_kv_written_bit_for_bit(model: CausalModel, tmp_path: Path, name: str) -> None:
+def test_a_format_is_recognised_and_its_kv_written_bit_for_bit(model, tmp_path, name):
     form, make = FORMS[name]
     kv = foreign.random_kv(P)
     done = bring(model, make(kv, tmp_path), tmp_path / "out")
@@ -93,7 +93,7 @@ def test_a_format_is_recognised_and_its_kv_written_bit_for_bit(model: CausalMode
 
 
 @pytest.mark.parametrize("name", ["peft cartridge", "peft prefix tuning"])
-def test_the_logits_after_it_are_those_of_peft_itself(model: CausalModel, tmp_path: Path, name: str) -> None:
+def test_the_logits_after_it_are_those_of_peft_itself(model, tmp_path, name):
     path = FORMS[name][1](foreign.random_kv(P), tmp_path)
     bring(model, path, tmp_path / "out")
     question = model.encode(QUESTION, special=False)
@@ -102,7 +102,7 @@ def test_the_logits_after_it_are_those_of_peft_itself(model: CausalModel, tmp_pa
     assert (right - model.logits_after(kv.flip(0), question)).abs().max() > 1
 
 
-def test_no_special_added_or_mark_like_token_is_ordinary() -> None:
+def test_no_special_added_or_mark_like_token_is_ordinary():
     model = CausalModel(str(MODEL_DIR))
     before = set(model.ordinary_ids().tolist())
     left_out = model.tokenizer.convert_ids_to_tokens(sorted({*range(640)} - before))
@@ -117,9 +117,7 @@ def test_no_special_added_or_mark_like_token_is_ordinary() -> None:
 # What the ids are decides the kind.
 
 
-def test_ids_whose_forward_pass_gives_the_kv_make_a_prefill_cartridge(
-    model: CausalModel, ids: list[int], tmp_path: Path
-) -> None:
+def test_ids_whose_forward_pass_gives_the_kv_make_a_prefill_cartridge(model, ids, tmp_path):
     """Whether they lie beside it or within; and rounding is no training."""
     exact = prefill(CausalModel(str(MODEL_DIR), dtype="float32"), ids[:P])
     content = {"token_ids": torch.tensor(ids[:P]), "kv_cache": foreign.flat(prefill(model, ids[:P])), "metadata": None}
@@ -133,9 +131,7 @@ def test_ids_whose_forward_pass_gives_the_kv_make_a_prefill_cartridge(
 
 
 @pytest.mark.parametrize("position", [0, P - 1])
-def test_ids_that_do_not_give_the_kv_are_not_its_tokens(
-    model: CausalModel, ids: list[int], tmp_path: Path, position: int
-) -> None:
+def test_ids_that_do_not_give_the_kv_are_not_its_tokens(model, ids, tmp_path, position):
     """One position of another token is enough."""
     foreign.write_ids(tmp_path, ids[:P])
     other = ids[:P]
@@ -149,9 +145,7 @@ def test_ids_that_do_not_give_the_kv_are_not_its_tokens(
 
 
 @pytest.mark.parametrize("layer", [0, foreign.LAYERS - 1])
-def test_kv_trained_a_little_from_a_prefill_is_trained(
-    model: CausalModel, ids: list[int], tmp_path: Path, layer: int
-) -> None:
+def test_kv_trained_a_little_from_a_prefill_is_trained(model, ids, tmp_path, layer):
     kv = prefill(model, ids[:P]).float()
     noise = torch.randn(kv.shape, generator=torch.Generator().manual_seed(0)) * kv.std() * (0.05 if layer == 0 else 0.2)
     noise[:, :layer] = noise[:, layer + 1 :] = 0
@@ -161,7 +155,7 @@ def test_kv_trained_a_little_from_a_prefill_is_trained(
 
 
 @pytest.mark.parametrize("where", ["json list", "json dict", "pt", "pt of a tensor", "directory"])
-def test_ids_alone_make_a_cartridge_of_tokens(model: CausalModel, ids: list[int], tmp_path: Path, where: str) -> None:
+def test_ids_alone_make_a_cartridge_of_tokens(model, ids, tmp_path, where):
     path = tmp_path / "prefix_token_ids.json"
     if "pt" in where:
         content = torch.tensor([ids[:50]]) if "tensor" in where else ids[:50]
@@ -177,9 +171,7 @@ def test_ids_alone_make_a_cartridge_of_tokens(model: CausalModel, ids: list[int]
 
 
 @pytest.mark.parametrize("axes", ["HTD", "THD"])
-def test_as_many_positions_as_heads_are_refused_until_somebody_says_which(
-    model: CausalModel, tmp_path: Path, axes: str
-) -> None:
+def test_as_many_positions_as_heads_are_refused_until_somebody_says_which(model, tmp_path, axes):
     kv = foreign.random_kv(foreign.HEADS)
     keys, values = (foreign.htd if axes == "HTD" else foreign.thd)(kv)
     torch.save(list(zip(keys, values, strict=True)), tmp_path / "a.pt")
@@ -189,7 +181,7 @@ def test_as_many_positions_as_heads_are_refused_until_somebody_says_which(
     assert torch.equal(stored_kv(tmp_path / "out"), kv)
 
 
-def test_axes_that_the_shapes_contradict_are_refused(model: CausalModel, tmp_path: Path) -> None:
+def test_axes_that_the_shapes_contradict_are_refused(model, tmp_path):
     path = _kv(tmp_path)
     with pytest.raises(ModelMismatch, match=r"shape \(1, 2, 64, 64\).*has \(1, p, 2, 64\)"):
         bring(model, path, tmp_path / "out", axes="THD")
@@ -286,7 +278,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_it_is_refused_with_the_reason_and_nothing_is_left(model: CausalModel, tmp_path: Path, name: str) -> None:
+def test_it_is_refused_with_the_reason_and_nothing_is_left(model, tmp_path, name):
     make, message = REFUSED[name]
     (tmp_path / "in").mkdir()
     with pytest.raises(CartridgeError, match=message):
@@ -295,7 +287,7 @@ def test_it_is_refused_with_the_reason_and_nothing_is_left(model: CausalModel, t
 
 
 @pytest.mark.parametrize("frozen", [16, 32])  # 32 are as many as the trainable ones
-def test_a_frozen_prefix_of_distractors_is_left_out_on_request(model: CausalModel, tmp_path: Path, frozen: int) -> None:
+def test_a_frozen_prefix_of_distractors_is_left_out_on_request(model, tmp_path, frozen):
     kv = foreign.random_kv(P)
     path = foreign.hazy(kv, tmp_path / "a.pt", frozen=frozen)
     kept = bring(model, path, tmp_path / "kept")
@@ -310,7 +302,7 @@ def test_a_frozen_prefix_of_distractors_is_left_out_on_request(model: CausalMode
 # dtypes.
 
 
-def test_rounding_is_done_on_request_as_peft_rounds(model: CausalModel, tmp_path: Path) -> None:
+def test_rounding_is_done_on_request_as_peft_rounds(model, tmp_path):
     kv = foreign.random_kv(P, dtype=torch.float32)
     path = foreign.peft_adapter(kv, tmp_path / "a")
     done = bring(model, path, tmp_path / "out", rounding=True)
@@ -319,7 +311,7 @@ def test_rounding_is_done_on_request_as_peft_rounds(model: CausalModel, tmp_path
     assert torch.equal(foreign.peft_logits(path, question), model.logits_after(stored_kv(tmp_path / "out"), question))
 
 
-def test_a_value_too_large_for_the_dtype_is_refused_even_with_rounding(tmp_path: Path) -> None:
+def test_a_value_too_large_for_the_dtype_is_refused_even_with_rounding(tmp_path):
     half = CausalModel(str(MODEL_DIR), dtype="float16")
     kv = foreign.random_kv(P, dtype=torch.float32)
     kv[0, 0, 5, 1, 7] = 70_000
@@ -327,7 +319,7 @@ def test_a_value_too_large_for_the_dtype_is_refused_even_with_rounding(tmp_path:
         bring(half, foreign.pairs(kv, tmp_path / "a.pt"), tmp_path / "out", rounding=True)
 
 
-def test_an_engine_of_float32_gets_every_bit(tmp_path: Path) -> None:
+def test_an_engine_of_float32_gets_every_bit(tmp_path):
     single = CausalModel(str(MODEL_DIR), dtype="float32")
     kv = foreign.random_kv(P, dtype=torch.float32)
     assert bring(single, foreign.peft_adapter(kv, tmp_path / "a"), tmp_path / "out").dtype == "float32"
@@ -338,7 +330,7 @@ def test_an_engine_of_float32_gets_every_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("times", [1, 8])
-def test_a_trained_cartridge_carries_the_ids_of_its_document(model: CausalModel, tmp_path: Path, times: int) -> None:
+def test_a_trained_cartridge_carries_the_ids_of_its_document(model, tmp_path, times):
     text = " ".join([load_sheet("ward-a").text] * times)
     (tmp_path / "sheet.txt").write_text(text)
     done = bring(model, _kv(tmp_path), tmp_path / "out", document=tmp_path / "sheet.txt")
@@ -348,7 +340,7 @@ def test_a_trained_cartridge_carries_the_ids_of_its_document(model: CausalModel,
     assert ["on_miss=document cannot help" in warning for warning in done.warnings] == ([True] if times == 8 else [])
 
 
-def test_a_document_does_not_go_with_a_prefill_cartridge(model: CausalModel, ids: list[int], tmp_path: Path) -> None:
+def test_a_document_does_not_go_with_a_prefill_cartridge(model, ids, tmp_path):
     (tmp_path / "sheet.txt").write_text("words")
     foreign.write_ids(tmp_path, ids[:P])
     with pytest.raises(ForeignFormatError, match="leave --document out"):
@@ -362,9 +354,7 @@ def test_a_document_does_not_go_with_a_prefill_cartridge(model: CausalModel, ids
     {f"layers.{i}.{name}": torch.zeros(16, 2, 64) for i in range(3) for name in ("key", "value")},
     torch.zeros(2, 3, 16, 2, 64), "a word",
 ], ids=["vLLM's names", "numbers", "key and value", "a tensor", "a word"])  # fmt: skip
-def test_beside_a_kv_cache_in_no_known_form_the_token_ids_are_used_and_it_is_said(
-    model: CausalModel, ids: list[int], tmp_path: Path, kv: object
-) -> None:
+def test_beside_a_kv_cache_in_no_known_form_the_token_ids_are_used_and_it_is_said(model, ids, tmp_path, kv):
     done = bring(model, _saved(tmp_path, {"token_ids": ids[:P], "kv_cache": kv, "metadata": {}}), tmp_path / "out")
     assert (done.manifest.kind, done.manifest.positions) == ("tokens", P)
     assert "without its kv_cache, which is in no known form" in done.manifest.provenance.origin.format
@@ -372,7 +362,7 @@ def test_beside_a_kv_cache_in_no_known_form_the_token_ids_are_used_and_it_is_sai
         bring(model, _saved(tmp_path, {"kv_cache": kv}), tmp_path / "none")
 
 
-def test_provenance_says_what_was_imported_and_for_which_model(model: CausalModel, tmp_path: Path) -> None:
+def test_provenance_says_what_was_imported_and_for_which_model(model, tmp_path):
     path = _peft(tmp_path, base_model_name_or_path="Qwen/Qwen3-4B")
     done = bring(model, path, tmp_path / "out")
     digest = blake3((path / "adapter_model.safetensors").read_bytes()).hexdigest()
@@ -384,7 +374,7 @@ def test_provenance_says_what_was_imported_and_for_which_model(model: CausalMode
     assert not any("made for" in warning for warning in bring(model, path, tmp_path / "two").warnings)
 
 
-def test_provenance_holds_no_path_of_another_machine(model: CausalModel, tmp_path: Path) -> None:
+def test_provenance_holds_no_path_of_another_machine(model, tmp_path):
     path = _peft(tmp_path)
     for named, kept in (
         ("/home/me/secret/llama", "llama"), ("../secret/llama", "llama"), ("~/secret/llama", "llama"), ("a/b/llama", "llama"),
@@ -400,7 +390,7 @@ def test_provenance_holds_no_path_of_another_machine(model: CausalModel, tmp_pat
 # The command line.
 
 
-def test_the_command_imports_and_registers(tmp_path: Path, cli: Cli) -> None:
+def test_the_command_imports_and_registers(tmp_path, cli):
     path = foreign.peft_adapter(foreign.random_kv(256), tmp_path / "a")
     base = ("import", path, "--model", MODEL_DIR, "--id", "it")
     for _ in range(2):  # what is there already is no new version
@@ -414,9 +404,7 @@ def test_the_command_imports_and_registers(tmp_path: Path, cli: Cli) -> None:
     assert "PEFT CARTRIDGE adapter" in cli(*base).out
 
 
-def test_a_hub_id_is_taken_from_the_local_cache_and_the_network_left_alone(
-    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hub_id_is_taken_from_the_local_cache_and_the_network_left_alone(tmp_path, cli, monkeypatch):
     asked: list[Any] = []
 
     def refuse(*given: Any, **named: Any) -> None:

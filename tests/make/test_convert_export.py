@@ -11,7 +11,6 @@ import foreign
 import msgspec
 import pytest
 import torch
-from commands import Cli
 from foreign import TrainableCache
 from huggingface_hub import ModelCard
 from making import files_under, flip_bit
@@ -34,12 +33,12 @@ FORMS = ("peft", "hazy")
 
 
 @pytest.fixture(scope="module")
-def model() -> CausalModel:
+def model():
     return CausalModel(MODEL)
 
 
 @pytest.fixture(scope="module")
-def ids(model: CausalModel) -> list[int]:
+def ids(model):
     return model.encode(load_sheet("ward-a").text, special=True)
 
 
@@ -54,8 +53,8 @@ def _back(model: CausalModel, directory: Path, root: Path, **options: Any) -> Ma
     [("prefill", False, P, 64), ("prefill", False, 1, 16), ("trained", False, 100, 64), ("trained", True, P, 64)],
 )
 def test_what_is_exported_and_imported_is_the_same_cartridge(
-    model: CausalModel, ids: list[int], tmp_path: Path, form: str, kind: str, document: bool, positions: int, chunk: int
-) -> None:
+    model, ids, tmp_path, form, kind, document, positions, chunk
+):
     made = save(model, tmp_path / "in", ids[:positions], name="it", kind=kind, chunk_tokens=chunk,
                 document_ids=ids if document else None)  # fmt: skip
     export(tmp_path / "in", form, tmp_path / "out")
@@ -65,7 +64,7 @@ def test_what_is_exported_and_imported_is_the_same_cartridge(
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_peft_loads_it_and_gives_the_same_logits(ids: list[int], tmp_path: Path, dtype: str) -> None:
+def test_peft_loads_it_and_gives_the_same_logits(ids, tmp_path, dtype):
     model = CausalModel(MODEL, dtype=dtype)
     save(model, tmp_path / "in", ids[:P], name="it")
     export(tmp_path / "in", "peft", tmp_path / "out")
@@ -74,7 +73,7 @@ def test_peft_loads_it_and_gives_the_same_logits(ids: list[int], tmp_path: Path,
     assert torch.equal(found, model.logits_after(stored_kv(tmp_path / "in"), question))
 
 
-def test_the_published_loader_takes_the_checkpoint(model: CausalModel, ids: list[int], tmp_path: Path) -> None:
+def test_the_published_loader_takes_the_checkpoint(model, ids, tmp_path):
     save(model, tmp_path / "in", ids[:P], name="it")
     export(tmp_path / "in", "hazy", tmp_path / "out")
     loaded = TrainableCache.from_pretrained(tmp_path / "out" / "cartridge.pt")
@@ -83,7 +82,7 @@ def test_the_published_loader_takes_the_checkpoint(model: CausalModel, ids: list
     assert all(torch.equal(a, b) for a, b in zip(loaded.keys + loaded.values, keys + values, strict=True))
 
 
-def test_the_card_has_what_the_hub_looks_for(model: CausalModel, ids: list[int], tmp_path: Path) -> None:
+def test_the_card_has_what_the_hub_looks_for(model, ids, tmp_path):
     made = save(model, tmp_path / "in", ids[:P], name="it", kind="trained")
     of_the_hub = msgspec.structs.replace(made.provenance, model="org/base-model")
     (tmp_path / "in" / MANIFEST).write_bytes(msgspec.structs.replace(made, provenance=of_the_hub).encode())
@@ -99,7 +98,7 @@ def test_the_card_has_what_the_hub_looks_for(model: CausalModel, ids: list[int],
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_what_is_there_is_not_overwritten(model: CausalModel, ids: list[int], tmp_path: Path, form: str) -> None:
+def test_what_is_there_is_not_overwritten(model, ids, tmp_path, form):
     save(model, tmp_path / "in", ids[:P], name="it")
     output = tmp_path / "out"
     output.mkdir()
@@ -112,7 +111,7 @@ def test_what_is_there_is_not_overwritten(model: CausalModel, ids: list[int], tm
         export(tmp_path / "in", form, output / "meta.json" if form == "hazy" else output / "README.md")
 
 
-def test_a_corrupt_cartridge_is_not_exported(model: CausalModel, ids: list[int], tmp_path: Path) -> None:
+def test_a_corrupt_cartridge_is_not_exported(model, ids, tmp_path):
     made = save(model, tmp_path / "in", ids[:P], name="it")
     flip_bit(tmp_path / "in" / "payload.safetensors", made.payload.data_offset_bytes + 99)
     with pytest.raises(ArtifactError, match="checksum"):
@@ -120,14 +119,14 @@ def test_a_corrupt_cartridge_is_not_exported(model: CausalModel, ids: list[int],
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
-def test_a_cartridge_without_kv_is_not_exported(model: CausalModel, tmp_path: Path) -> None:
+def test_a_cartridge_without_kv_is_not_exported(model, tmp_path):
     (tmp_path / "a.json").write_text("[5, 6, 7]")
     _back(model, tmp_path / "a.json", tmp_path / "in")
     with pytest.raises(ArtifactError, match="no KV to export"):
         export(tmp_path / "in", "peft", tmp_path / "out")
 
 
-def test_the_command_exports(model: CausalModel, ids: list[int], tmp_path: Path, cli: Cli) -> None:
+def test_the_command_exports(model, ids, tmp_path, cli):
     far, root, said = cli.home / "cartridges" / "far", cli.home / "cartridges" / "it", []
     registry = Registry(cli.home / "registry.sqlite")
     save(model, far, ids[:P], name="far")

@@ -33,7 +33,7 @@ HUGE = 1 << 40
 
 
 @pytest.fixture(scope="module")
-def model() -> CausalModel:
+def model():
     return CausalModel(str(MODEL_DIR))
 
 
@@ -111,7 +111,7 @@ def _archive(
 SHAPE, STRIDES = (1, 2, 8, 64), (1024, 512, 64, 1)
 
 
-def test_a_pickle_written_by_hand_is_read(tmp_path: Path) -> None:
+def test_a_pickle_written_by_hand_is_read(tmp_path):
     """Or else the refusals below would prove nothing."""
     found = load(_archive(tmp_path / "a.pt", _layers(_tensor(SHAPE, STRIDES))))
     assert [tuple(t.shape) for pair in found for t in pair] == [SHAPE] * 6
@@ -153,7 +153,7 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("where", BOMBS)
-def test_a_bomb_is_refused_and_does_not_go_off(tmp_path: Path, where: str) -> None:
+def test_a_bomb_is_refused_and_does_not_go_off(tmp_path, where):
     path, mark = _bomb(where, tmp_path / "a.pt", tmp_path / "ran"), tmp_path / "ran"
     with pytest.raises(ForeignFormatError, match=f"not a PyTorch file of plain tensors: .*{BOMBS[where]}") as caught:
         recognise(path)
@@ -163,7 +163,7 @@ def test_a_bomb_is_refused_and_does_not_go_off(tmp_path: Path, where: str) -> No
     assert mark.exists(), "the bomb was no bomb"
 
 
-def test_a_bomb_in_the_pickled_weights_of_an_adapter_does_not_go_off(tmp_path: Path) -> None:
+def test_a_bomb_in_the_pickled_weights_of_an_adapter_does_not_go_off(tmp_path):
     directory = foreign.peft_adapter(foreign.random_kv(P), tmp_path / "a", safe=False)
     _bomb("alone", directory / "adapter_model.bin", tmp_path / "ran")
     with pytest.raises(ForeignFormatError, match=r"adapter_model.bin.*posix\.mkdir"):
@@ -177,7 +177,7 @@ def test_a_bomb_in_the_pickled_weights_of_an_adapter_does_not_go_off(tmp_path: P
      "numpy.core.multiarray._reconstruct", "torch._utils._rebuild_sparse_tensor", "torch._tensor._rebuild_from_type_v2",
      "torch.storage.UntypedStorage", "collections.Counter", "torch.nn.parameter.Parameter"],
 )  # fmt: skip
-def test_a_name_beyond_the_shortest_list_is_refused_before_it_is_called(tmp_path: Path, name: str) -> None:
+def test_a_name_beyond_the_shortest_list_is_refused_before_it_is_called(tmp_path, name):
     path = _archive(tmp_path / "a.pt", _call(name, _number(HUGE)))
     expected = name.replace("__builtin__", "builtins")
     with pytest.raises(ForeignFormatError, match=rf"it wants {expected.replace('.', '[.]')}, which may run anything"):
@@ -311,7 +311,7 @@ def _import(model: CausalModel, path: Path, root: Path, **options: Any) -> None:
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_it_is_refused_in_one_sentence_and_takes_no_memory(model: CausalModel, tmp_path: Path, name: str) -> None:
+def test_it_is_refused_in_one_sentence_and_takes_no_memory(model, tmp_path, name):
     make, message = HOSTILE[name]
     path = make(tmp_path / "a.pt")
     before = _peak_bytes()
@@ -323,14 +323,14 @@ def test_it_is_refused_in_one_sentence_and_takes_no_memory(model: CausalModel, t
 
 
 @pytest.mark.parametrize("keep", [1, 30, 100, 500, -1, -22, -23, -100, -1000])
-def test_a_truncated_file_is_refused(model: CausalModel, tmp_path: Path, keep: int) -> None:
+def test_a_truncated_file_is_refused(model, tmp_path, keep):
     path = foreign.hazy(foreign.random_kv(P), tmp_path / "a.pt")
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(ForeignFormatError):
         _import(model, path, tmp_path / "out")
 
 
-def test_names_that_climb_out_of_the_archive_write_nothing(model: CausalModel, tmp_path: Path) -> None:
+def test_names_that_climb_out_of_the_archive_write_nothing(model, tmp_path):
     inner = tmp_path / "one" / "two"
     inner.mkdir(parents=True)
     path = foreign.pairs(foreign.random_kv(P), inner / "a.pt")
@@ -346,7 +346,7 @@ def test_names_that_climb_out_of_the_archive_write_nothing(model: CausalModel, t
     assert not Path("/evil").exists()
 
 
-def test_torch_alone_would_not_have_run_anything_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_alone_would_not_have_run_anything_either(tmp_path, monkeypatch):
     """The list of names is the first lock; `weights_only` is the second, and holds without the first."""
     monkeypatch.setattr(pickle_reader, "ALLOWED", Everything())
     for where in ("alone", "beside", "parameters", "protocol 4"):
@@ -435,14 +435,14 @@ class _Bench:
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory, model: CausalModel) -> _Bench:
+def bench(tmp_path_factory, model):
     return _Bench(tmp_path_factory.mktemp("bench"), model)
 
 
 @pytest.mark.parametrize(
     "name", ["hazy", "pairs", "hazy pickle", "pairs pickle", "adapter_model.safetensors", "adapter_config.json"]
 )
-def test_a_changed_file_is_refused_or_read_as_torch_and_safetensors_read_it(bench: _Bench, name: str) -> None:
+def test_a_changed_file_is_refused_or_read_as_torch_and_safetensors_read_it(bench, name):
     """An archive's checksums cover every byte that counts, and an adapter's configuration holds no KV."""
     bench.taken = 0
 
@@ -468,7 +468,7 @@ def test_a_changed_file_is_refused_or_read_as_torch_and_safetensors_read_it(benc
         max_leaves=12,
     )
 )  # fmt: skip
-def test_any_plain_content_is_refused_or_token_ids(bench: _Bench, content: Any) -> None:
+def test_any_plain_content_is_refused_or_token_ids(bench, content):
     torch.save(content, bench.root / "plain.pt")
     (bench.root / "plain.json").write_text(json.dumps(content))
     for name in ("plain.pt", "plain.json"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -101,7 +101,7 @@ class Served(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(tmp_path_factory):
     home = tmp_path_factory.mktemp("home")
     model = CausalModel(MODEL)
     ward = write_ward(model, patients(0, 4), "imported")
@@ -179,7 +179,7 @@ def _apart(found: dict[int, float], expected: torch.Tensor) -> float:
     return max(abs(value - float(logprobs[token])) for token, value in found.items())
 
 
-def test_a_compressed_cache_is_answered_from_as_by_transformers(served: Served) -> None:
+def test_a_compressed_cache_is_answered_from_as_by_transformers(served):
     """Half of the positions, others of each head; where keys were not moved the answers are others."""
     apart = {"pressed": 0.0, "unmoved": 0.0}
     for fact in served.ward.facts[:QUESTIONS]:
@@ -193,7 +193,7 @@ def test_a_compressed_cache_is_answered_from_as_by_transformers(served: Served) 
     assert apart["pressed"] <= NOISE < 1 < apart["unmoved"]
 
 
-def test_what_kvpress_kept_answers_as_with_kvpress(served: Served) -> None:
+def test_what_kvpress_kept_answers_as_with_kvpress(served):
     pressed, worst = Pressed.read(), 0.0
     for prompt, expected in pressed.asked:
         found, cached = served.after(prompt, "kvpress")
@@ -206,7 +206,7 @@ def test_what_kvpress_kept_answers_as_with_kvpress(served: Served) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(set(MAKERS) - set(DAMAGED)))
-def test_the_server_says_what_transformers_says_after_the_same_kv(served: Served, name: str) -> None:
+def test_the_server_says_what_transformers_says_after_the_same_kv(served, name):
     assert len(served.ward.facts) >= QUESTIONS
     worst = 0.0
     for fact in served.ward.facts[:QUESTIONS]:
@@ -220,7 +220,7 @@ def test_the_server_says_what_transformers_says_after_the_same_kv(served: Served
 
 
 @pytest.mark.parametrize("name", DAMAGED)
-def test_kv_in_a_wrong_place_would_be_noticed(served: Served, name: str) -> None:
+def test_kv_in_a_wrong_place_would_be_noticed(served, name):
     facts = served.ward.facts[:QUESTIONS]
     expected = [served.model.logits_after(served.kv, encode(ask(fact, 0)))[-1] for fact in facts]
     apart = [_apart(served.logprobs(fact, name)[0], logits) for fact, logits in zip(facts, expected, strict=True)]
@@ -233,16 +233,14 @@ def test_kv_in_a_wrong_place_would_be_noticed(served: Served, name: str) -> None
     [(("peft",), ("int8",)), (("sheet",), ("sheet-int8",)), (("peft", "sheet"), ("int8", "sheet-int8"))],
     ids=["trained", "prefill", "chain, rotated"],
 )
-def test_int8_makes_little_difference_to_what_is_served(
-    served: Served, plain: tuple[str, ...], small: tuple[str, ...]
-) -> None:
+def test_int8_makes_little_difference_to_what_is_served(served, plain, small):
     worst = _worst(served, plain, small)
     print(f"{' '.join(small)}: {worst:.3f}")
     assert 0 < worst < ROUNDED_NOISE
 
 
 @pytest.mark.parametrize("name", ["int8", "sheet-int8"])
-def test_the_server_says_of_int8_what_transformers_says_after_what_it_is_decoded_to(served: Served, name: str) -> None:
+def test_the_server_says_of_int8_what_transformers_says_after_what_it_is_decoded_to(served, name):
     kv = _stored(served, name)
     for fact in served.ward.facts[:QUESTIONS]:
         found, _ = served.logprobs(fact, name)
@@ -250,7 +248,7 @@ def test_the_server_says_of_int8_what_transformers_says_after_what_it_is_decoded
 
 
 @pytest.mark.parametrize("name", WRONG_STEPS)
-def test_wrong_steps_would_be_noticed(served: Served, name: str) -> None:
+def test_wrong_steps_would_be_noticed(served, name):
     worst = _worst(served, ("peft",), (name,))
     print(f"{name}: {worst:.3f}")
     assert worst > 5 * ROUNDED_NOISE

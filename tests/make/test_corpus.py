@@ -46,17 +46,17 @@ class Corpus(Cli):
 
 
 @pytest.fixture
-def corpus(tmp_path: Path) -> Corpus:
+def corpus(tmp_path):
     return Corpus(tmp_path)
 
 
 @pytest.fixture(scope="module")
-def model() -> CausalModel:
+def model():
     return CausalModel(MODEL)
 
 
 @pytest.fixture(scope="module")
-def wards(model: CausalModel) -> dict[str, Ward]:
+def wards(model):
     """Sheets with no patient in common: one's facts are known from no other."""
     return {f"ward-{n}": write_ward(model, patients(n, SHEETS), f"corpus {n}", tokens=300) for n in range(SHEETS)}
 
@@ -68,7 +68,7 @@ def outcome(rows: list[dict[str, Any]]) -> dict[str, tuple[str | None, bool]]:
 # Which documents there are, and what they are called.
 
 
-def test_ids_are_names_paths_below_a_directory_and_fields_of_lines(tmp_path: Path) -> None:
+def test_ids_are_names_paths_below_a_directory_and_fields_of_lines(tmp_path):
     for name in ("a/one.txt", "a/sub dir/two.v2.md", "a/.git/config", "a/.hidden", "b/three.txt", "b/four.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
@@ -84,7 +84,7 @@ def test_ids_are_names_paths_below_a_directory_and_fields_of_lines(tmp_path: Pat
     assert all(row.problem and "id" in row.problem for row in problems)
 
 
-def test_two_documents_of_one_id_are_an_error_and_one_that_is_named_twice_is_none(tmp_path: Path) -> None:
+def test_two_documents_of_one_id_are_an_error_and_one_that_is_named_twice_is_none(tmp_path):
     (tmp_path / "a.txt").write_text("x")
     assert find([str(tmp_path), str(tmp_path / "a.txt")])[0] == [Source("a", f"{tmp_path}/a.txt", b"x")]
     (tmp_path / "a.md").write_text("y")
@@ -97,9 +97,7 @@ def test_two_documents_of_one_id_are_an_error_and_one_that_is_named_twice_is_non
 # Made, and made once.
 
 
-def test_each_sheet_of_a_corpus_answers_as_one_that_is_built_alone(
-    corpus: Corpus, wards: dict[str, Ward], tmp_path: Path
-) -> None:
+def test_each_sheet_of_a_corpus_answers_as_one_that_is_built_alone(corpus, wards, tmp_path):
     corpus.write(wards)
     assert outcome(corpus.build()) == {f"{name}.txt": (f"{name}@1", True) for name in wards}
     few = list(wards)[:3]
@@ -126,9 +124,7 @@ def test_each_sheet_of_a_corpus_answers_as_one_that_is_built_alone(
         assert right("ward-0", "ward-1") < len(wards["ward-1"].facts) / 4, "the counts would say nothing"
 
 
-def test_what_is_there_of_the_same_document_is_not_made_again(
-    corpus: Corpus, wards: dict[str, Ward], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_there_of_the_same_document_is_not_made_again(corpus, wards, monkeypatch):
     corpus.write({name: wards[name] for name in ("ward-0", "ward-1", "ward-2")})
     first = corpus.build()
     with monkeypatch.context() as patch:
@@ -152,9 +148,7 @@ def test_what_is_there_of_the_same_document_is_not_made_again(
     assert {("prefill", "int8", 256), ("trained", "plain", 64), ("prefill", "plain", 64)} <= kinds
 
 
-def test_what_fails_is_told_with_its_reason_and_the_others_are_registered(
-    corpus: Corpus, wards: dict[str, Ward], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_fails_is_told_with_its_reason_and_the_others_are_registered(corpus, wards, monkeypatch):
     corpus.write({"good": wards["ward-0"]})
     (corpus.directory / "empty.txt").write_text(" \n")
     (corpus.directory / "bytes.txt").write_bytes(b"\xff\xfe")
@@ -184,9 +178,7 @@ def full_disk(descriptor: int) -> None:
     raise OSError(28, "No space left on device")
 
 
-def test_a_canary_that_fails_fails_its_document_alone(
-    corpus: Corpus, wards: dict[str, Ward], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_canary_that_fails_fails_its_document_alone(corpus, wards, monkeypatch):
     corpus.write({name: wards[name] for name in ("ward-0", "ward-1")})
     after = CausalModel.logits_after
     asked: list[int] = []
@@ -202,7 +194,7 @@ def test_a_canary_that_fails_fails_its_document_alone(
     assert not list((corpus.home / "cartridges" / "ward-0").iterdir())
 
 
-def test_a_run_that_was_killed_goes_on_and_leaves_nothing_half_made(corpus: Corpus, wards: dict[str, Ward]) -> None:
+def test_a_run_that_was_killed_goes_on_and_leaves_nothing_half_made(corpus, wards):
     corpus.write(wards)
     registry = Registry(Settings(home=corpus.home).registry_path)
 
@@ -219,9 +211,7 @@ def test_a_run_that_was_killed_goes_on_and_leaves_nothing_half_made(corpus: Corp
     assert not list((corpus.home / "cartridges").glob("*/.*"))
 
 
-def test_a_corpus_is_published_in_place_of_being_registered_here(
-    corpus: Corpus, wards: dict[str, Ward], tmp_path: Path
-) -> None:
+def test_a_corpus_is_published_in_place_of_being_registered_here(corpus, wards, tmp_path):
     few = ("ward-0", "ward-1")
     corpus.write({name: wards[name] for name in few})
     library = tmp_path / "library"
@@ -246,9 +236,7 @@ def test_a_corpus_is_published_in_place_of_being_registered_here(
     ("train --id a --document a.txt --self-study 2 --publish /x", "need many documents"),
     ("train --document a.txt --self-study 2", "train needs --id"), ("train --id a --self-study 2", "train needs --document"),
 ])  # fmt: skip
-def test_options_that_do_not_go_together_are_refused(
-    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch, command: str, said: str
-) -> None:
+def test_options_that_do_not_go_together_are_refused(tmp_path, cli, monkeypatch, command, said):
     monkeypatch.chdir(tmp_path)
     Path("a.txt").write_text("x")
     more = ["--compress", "4x"] if command.startswith("train") else []

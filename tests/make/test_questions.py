@@ -35,19 +35,19 @@ def _write(path: Path, *rows: object) -> Path:
 # From a file.
 
 
-def test_questions_are_read_from_json_lines_and_from_one_list(tmp_path: Path) -> None:
+def test_questions_are_read_from_json_lines_and_from_one_list(tmp_path):
     rows = [{"question": "a?", "answer": "1"}, {"question": "b?"}, {"question": "c?", "answer": None, "more": 1}]
     expected = [Question("a?", "1"), Question("b?"), Question("c?")]
     assert read(_write(tmp_path / "lines", *rows)) == expected
     assert read(_write(tmp_path / "list", rows)) == expected
 
 
-def test_a_question_that_stands_twice_is_read_once(tmp_path: Path) -> None:
+def test_a_question_that_stands_twice_is_read_once(tmp_path):
     path = _write(tmp_path / "q", {"question": "a?", "answer": "1"}, {"question": "b?"}, {"question": "a?"})
     assert read(path) == [Question("a?", "1"), Question("b?")]
 
 
-def test_what_is_saved_is_read_back(tmp_path: Path) -> None:
+def test_what_is_saved_is_read_back(tmp_path):
     questions = [Question("é?", "ü"), Question('"\n"?')]
     save(questions, tmp_path / "below" / "q.jsonl")
     assert read(tmp_path / "below" / "q.jsonl") == questions
@@ -59,7 +59,7 @@ def test_what_is_saved_is_read_back(tmp_path: Path) -> None:
     (b'{"question": "a?", "answer": 5}', "entry 1"), (b'{"ask": "a?"}', "entry 1"), (b"[1]", "entry 1"),
     (b"[" * 100_000, "no JSON lines"), (b"\xff", "UTF-8"),
 ])  # fmt: skip
-def test_a_file_of_something_else_is_refused_and_named(tmp_path: Path, content: bytes, word: str) -> None:
+def test_a_file_of_something_else_is_refused_and_named(tmp_path, content, word):
     (tmp_path / "bad.jsonl").write_bytes(content)
     with pytest.raises(CartridgeError, match=word) as caught:
         read(tmp_path / "bad.jsonl")
@@ -69,7 +69,7 @@ def test_a_file_of_something_else_is_refused_and_named(tmp_path: Path, content: 
 # Parts.
 
 
-def test_a_tenth_chooses_a_tenth_measures_and_none_is_in_two_parts() -> None:
+def test_a_tenth_chooses_a_tenth_measures_and_none_is_in_two_parts():
     asked = [Question(f"{n}?") for n in range(100)]
     parts = split(asked)
     assert [len(part) for part in parts] == [80, 10, 10] and set(parts.fit + parts.validation + parts.test) == set(
@@ -80,7 +80,7 @@ def test_a_tenth_chooses_a_tenth_measures_and_none_is_in_two_parts() -> None:
     assert [len(part) for part in split([Question(f"{n}?") for n in range(9000)])] == [8488, 256, 256]
 
 
-def test_questions_given_to_measure_by_are_in_no_other_part() -> None:
+def test_questions_given_to_measure_by_are_in_no_other_part():
     asked = [Question(f"{n}?") for n in range(20)]
     parts = split(asked, [asked[3], Question("new?")])
     assert parts.test == [asked[3], Question("new?")]
@@ -88,7 +88,7 @@ def test_questions_given_to_measure_by_are_in_no_other_part() -> None:
 
 
 @pytest.mark.parametrize(("count", "test"), [(2, []), (1, [Question("t?")]), (0, [Question("t?")])])
-def test_too_few_questions_for_the_parts_are_refused(count: int, test: list[Question]) -> None:
+def test_too_few_questions_for_the_parts_are_refused(count, test):
     with pytest.raises(CartridgeError, match=f"{count} questions are too few"):
         split([Question(f"{n}?") for n in range(count)], test)
 
@@ -96,7 +96,7 @@ def test_too_few_questions_for_the_parts_are_refused(count: int, test: list[Ques
 # Self-study.
 
 
-def test_slices_lie_all_over_the_document_and_break_no_word() -> None:
+def test_slices_lie_all_over_the_document_and_break_no_word():
     words = [f"w{i}" for i in range(5000)]
     document = " ".join(words)
     slices = [cut(document, random.Random(seed)) for seed in range(60)]
@@ -108,7 +108,7 @@ def test_slices_lie_all_over_the_document_and_break_no_word() -> None:
     assert max(starts) > 0.7
 
 
-def test_self_study_shows_its_writer_slices_and_keeps_what_it_asks() -> None:
+def test_self_study_shows_its_writer_slices_and_keeps_what_it_asks():
     shown = []
 
     def write(text: str, instruction: str, seed: int) -> str:
@@ -127,7 +127,7 @@ def test_self_study_shows_its_writer_slices_and_keeps_what_it_asks() -> None:
     assert shown == first, "another run asks for the same"
 
 
-def test_self_study_asks_again_for_what_it_has_or_cannot_use_and_then_makes_do() -> None:
+def test_self_study_asks_again_for_what_it_has_or_cannot_use_and_then_makes_do():
     replies = iter(["", "a?", "a?", "b?", "", "", "", "", ""])
     assert self_study(lambda *_: next(replies), "text", 3, 0) == [Question("a?"), Question("b?")]
     with pytest.raises(CartridgeError, match="no question in 6 attempts"):
@@ -148,11 +148,11 @@ def test_self_study_asks_again_for_what_it_has_or_cannot_use_and_then_makes_do()
         ("```", ""),
     ],
 )
-def test_the_question_is_found_in_what_was_written(reply: str, question: str) -> None:
+def test_the_question_is_found_in_what_was_written(reply, question):
     assert first_line(reply) == question
 
 
-def test_the_model_itself_writes_the_same_for_the_same_seed(tmp_path: Path) -> None:
+def test_the_model_itself_writes_the_same_for_the_same_seed(tmp_path):
     # The shipped model ends at once whatever it is told to write; one of random weights at least writes words.
     torch.manual_seed(0)
     LlamaForCausalLM(config()).save_pretrained(tmp_path)

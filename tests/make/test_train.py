@@ -44,7 +44,6 @@ from lmcache_cartridge.make.train.trainer import (
     CHECKPOINT,
     LOSS,
     Recipe,
-    Result,
     Score,
     Trainer,
     divergence,
@@ -59,7 +58,7 @@ PROVENANCE = Provenance(tool="test", created="2026-01-01T00:00:00Z")
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> School:
+def made(tmp_path_factory):
     return school()
 
 
@@ -69,7 +68,7 @@ def _trainer(made: School, init: str = "sci", recipe: Recipe = RECIPE, **lesson:
 
 
 @pytest.fixture(scope="module")
-def run(made: School) -> tuple[Trainer, Result, torch.Tensor, dict[str, torch.Tensor]]:
+def run(made):
     """A finished training from sampled chunks, the KV it started from, and the model's weights before it."""
     weights = {name: tensor.clone() for name, tensor in made.model.model.state_dict().items()}
     trainer = _trainer(made)
@@ -80,7 +79,7 @@ def run(made: School) -> tuple[Trainer, Result, torch.Tensor, dict[str, torch.Te
 # It learns.
 
 
-def test_the_loss_falls(run: Any) -> None:
+def test_the_loss_falls(run):
     losses = [row["loss"] for row in run[0].rows if "loss" in row]
     looks = [row["validation_loss"] for row in run[0].rows if "validation_loss" in row]
     assert len(losses) == RECIPE.steps
@@ -88,7 +87,7 @@ def test_the_loss_falls(run: Any) -> None:
     assert min(looks) < 0.8 * looks[0]
 
 
-def test_nothing_but_the_parameters_of_peft_is_trained(made: School, run: Any) -> None:
+def test_nothing_but_the_parameters_of_peft_is_trained(made, run):
     trainer, _, _, weights = run
     names = [name for name, parameter in trainer.peft.named_parameters() if parameter.requires_grad]
     assert names == ["prompt_encoder.default.trainable_embedding"]
@@ -96,14 +95,14 @@ def test_nothing_but_the_parameters_of_peft_is_trained(made: School, run: Any) -
         assert torch.equal(tensor, weights[name]), name
 
 
-def test_the_frozen_position_stays_and_every_other_one_moves(run: Any) -> None:
+def test_the_frozen_position_stays_and_every_other_one_moves(run):
     _, result, start, _ = run
     assert torch.equal(result.kv[:, :, :FROZEN], start[:, :, :FROZEN])
     moved = (result.kv - start).abs().amax(dim=(0, 1, 3, 4))[FROZEN:]
     assert (moved > 0.01).all()
 
 
-def test_it_answers_wordings_it_never_saw_and_its_start_did_not(made: School, run: Any) -> None:
+def test_it_answers_wordings_it_never_saw_and_its_start_did_not(made, run):
     _, result, start, _ = run
     random_kv = initial_kv("random", made.model, made.ids, P, 0)
     assert answered(made.model, random_kv, made.unseen) <= 0.2
@@ -112,7 +111,7 @@ def test_it_answers_wordings_it_never_saw_and_its_start_did_not(made: School, ru
     assert answered(made.model, torch.zeros_like(start), made.unseen) <= 0.2, "nothing but the KV answers"
 
 
-def test_from_a_shuffled_teacher_it_learns_nothing_true(made: School) -> None:
+def test_from_a_shuffled_teacher_it_learns_nothing_true(made):
     """The control: the same training, of predictions that belong to other questions."""
     order = torch.randperm(len(made.lesson.examples), generator=torch.Generator().manual_seed(1))
     rows = torch.cat([torch.arange(2) + made.lesson.examples[i].first for i in order.tolist()])
@@ -122,7 +121,7 @@ def test_from_a_shuffled_teacher_it_learns_nothing_true(made: School) -> None:
 
 
 @pytest.mark.parametrize("change", [{"objective": "next-token"}, {"autocast": True}], ids=str)
-def test_other_ways_to_train_learn_too(made: School, change: dict[str, Any]) -> None:
+def test_other_ways_to_train_learn_too(made, change):
     """Of few questions: in bfloat16 a CPU may take ten times as long."""
     few = made._replace(lesson=made.lesson._replace(examples=made.lesson.examples[:24]), validation=[0])
     nobody = {"log_probs": None, "tokens": None} if "objective" in change else {}
@@ -137,7 +136,7 @@ def test_other_ways_to_train_learn_too(made: School, change: dict[str, Any]) -> 
             _trainer(made, **nobody)
 
 
-def test_passes_that_are_accumulated_count_as_one_batch(made: School) -> None:
+def test_passes_that_are_accumulated_count_as_one_batch(made):
     recipe = replace(RECIPE, steps=5, jitter=0)
     whole, halves = (_trainer(made, recipe=r) for r in (recipe, replace(recipe, batch=16, accumulate=2)))
     whole.run(), halves.run()
@@ -145,7 +144,7 @@ def test_passes_that_are_accumulated_count_as_one_batch(made: School) -> None:
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
-def test_every_question_is_trained_on_once_a_round_and_none_that_chooses(made: School) -> None:
+def test_every_question_is_trained_on_once_a_round_and_none_that_chooses(made):
     trainer = _trainer(made, recipe=replace(RECIPE, batch=7))
     kept = [made.lesson.examples[i] for i in made.validation]
     assert len(trainer.examples) + len(kept) == len(made.lesson.examples)
@@ -157,12 +156,12 @@ def test_every_question_is_trained_on_once_a_round_and_none_that_chooses(made: S
     assert not [example for example in drawn if example in kept]
 
 
-def test_a_loss_that_is_not_finite_ends_training_in_a_sentence(made: School) -> None:
+def test_a_loss_that_is_not_finite_ends_training_in_a_sentence(made):
     with pytest.raises(TrainingDiverged, match="loss of step 1 is not finite; try a lower rate"):
         _trainer(made, log_probs=made.lesson.log_probs * math.nan).run()
 
 
-def test_the_rate_warms_up_and_then_falls_or_stays() -> None:
+def test_the_rate_warms_up_and_then_falls_or_stays():
     recipe = Recipe(steps=100, warmup=9, rate=1.0, schedule="cosine")
     rates = [recipe.rate_at(step) for step in range(100)]
     assert rates[:9] == pytest.approx([0.1 * i for i in range(1, 10)])
@@ -175,7 +174,7 @@ def test_the_rate_warms_up_and_then_falls_or_stays() -> None:
 # It goes on, and it stops.
 
 
-def test_an_interrupted_run_goes_on_to_the_same_losses_and_the_same_kv(made: School, tmp_path: Path) -> None:
+def test_an_interrupted_run_goes_on_to_the_same_losses_and_the_same_kv(made, tmp_path):
     def interrupt(step: int, loss: float) -> None:
         if step == 7:
             raise KeyboardInterrupt
@@ -194,13 +193,13 @@ def test_an_interrupted_run_goes_on_to_the_same_losses_and_the_same_kv(made: Sch
     assert [json.loads(line) for line in (tmp_path / LOSS).read_text().splitlines()] == resumed.rows
 
 
-def test_a_checkpoint_of_another_recipe_is_not_gone_on_from(made: School, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_recipe_is_not_gone_on_from(made, tmp_path):
     _trainer(made, recipe=replace(RECIPE, steps=1)).run(tmp_path)
     with pytest.raises(CartridgeError, match="another recipe"):
         _trainer(made, recipe=replace(RECIPE, steps=2)).run(tmp_path)
 
 
-def test_a_checkpoint_that_is_a_program_is_not_run(made: School, tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_a_program_is_not_run(made, tmp_path):
     class Bomb:
         def __reduce__(self) -> tuple:
             return Path.mkdir, (tmp_path / "ran",)
@@ -212,7 +211,7 @@ def test_a_checkpoint_that_is_a_program_is_not_run(made: School, tmp_path: Path)
 
 
 @pytest.mark.parametrize(("schedule", "steps"), [("plateau", 12), ("constant", 6), ("cosine", 6)])
-def test_training_stops_when_the_validation_questions_get_no_better(made: School, schedule: str, steps: int) -> None:
+def test_training_stops_when_the_validation_questions_get_no_better(made, schedule, steps):
     recipe = replace(RECIPE, rate=1e-9, check_every=2, patience=3, schedule=schedule)
     trainer = _trainer(made, recipe=recipe)
     result = trainer.run()
@@ -223,9 +222,7 @@ def test_training_stops_when_the_validation_questions_get_no_better(made: School
     assert replace(recipe, patience=0).end(None) == RECIPE.steps
 
 
-def test_a_training_that_gets_better_to_the_last_step_lowers_its_rate_over_the_second_half(
-    made: School, run: Any
-) -> None:
+def test_a_training_that_gets_better_to_the_last_step_lowers_its_rate_over_the_second_half(made, run):
     trainer, result, _, _ = run
     rates = [row["rate"] for row in trainer.rows if "rate" in row]
     half = RECIPE.steps // 2
@@ -234,7 +231,7 @@ def test_a_training_that_gets_better_to_the_last_step_lowers_its_rate_over_the_s
     assert (result.steps, result.why) == (RECIPE.steps, "steps")
 
 
-def test_the_best_kv_is_kept_and_the_rate_falls_from_it_and_not_from_the_last(made: School) -> None:
+def test_the_best_kv_is_kept_and_the_rate_falls_from_it_and_not_from_the_last(made):
     harmful = replace(RECIPE, steps=20, check_every=1, patience=2, rate=50.0, warmup=0)
     trainer = _trainer(made, "first-k", harmful)
     start = trainer.kv()
@@ -251,9 +248,7 @@ def test_the_best_kv_is_kept_and_the_rate_falls_from_it_and_not_from_the_last(ma
 # What is stored is what PEFT feeds.
 
 
-def test_the_artefact_holds_what_peft_gives_the_model_as_past_key_values(
-    made: School, run: Any, tmp_path: Path
-) -> None:
+def test_the_artefact_holds_what_peft_gives_the_model_as_past_key_values(made, run, tmp_path):
     kv = run[1].kv
     manifest = write_trained(
         made.model, kv, tmp_path / "a", PROVENANCE, cartridge_id="a", version=1, chunk_tokens=16, document_ids=made.ids
@@ -268,7 +263,7 @@ def test_the_artefact_holds_what_peft_gives_the_model_as_past_key_values(
         assert torch.equal(by_peft.detach(), made.model.logits_after(found.float(), ids))
 
 
-def test_a_packed_question_is_answered_as_if_it_stood_alone(made: School, run: Any) -> None:
+def test_a_packed_question_is_answered_as_if_it_stood_alone(made, run):
     peft = wrap(made.model, run[1].kv)
     examples = made.lesson.examples[:40] + made.unseen.examples
     packed = pack_examples(examples, made.model.device)
@@ -280,7 +275,7 @@ def test_a_packed_question_is_answered_as_if_it_stood_alone(made: School, run: A
     assert (together - alone).abs().max() < 1e-3
 
 
-def test_a_gap_puts_its_question_so_many_positions_further_back(made: School) -> None:
+def test_a_gap_puts_its_question_so_many_positions_further_back(made):
     kv, examples = initial_kv("sci", made.model, made.ids, P, 0), made.unseen.examples[:3]
 
     def together(*gaps: int) -> torch.Tensor:
@@ -296,7 +291,7 @@ def test_a_gap_puts_its_question_so_many_positions_further_back(made: School) ->
     assert not torch.allclose(together(), torch.cat(alone), atol=1e-3)
 
 
-def test_half_of_the_questions_stand_where_they_are_served_and_the_others_further_back() -> None:
+def test_half_of_the_questions_stand_where_they_are_served_and_the_others_further_back():
     found = gaps(random.Random(0), 2000, 5)
     assert 0.5 < found.count(0) / 2000 < 0.66
     assert max(found) == 5
@@ -304,7 +299,7 @@ def test_half_of_the_questions_stand_where_they_are_served_and_the_others_furthe
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 32, 2, 32), (2, 2, 32, 2, 64), (3, 32, 2, 64), (2, 3, 32, 2, 64)])
-def test_kv_of_another_shape_or_not_finite_is_not_written(made: School, tmp_path: Path, shape: tuple[int, ...]) -> None:
+def test_kv_of_another_shape_or_not_finite_is_not_written(made, tmp_path, shape):
     kv = torch.zeros(shape)
     kv.view(-1)[77] = math.inf
     with pytest.raises(ArtifactError, match="not finite" if shape == (2, 3, 32, 2, 64) else "shape"):
@@ -316,7 +311,7 @@ def test_kv_of_another_shape_or_not_finite_is_not_written(made: School, tmp_path
 
 
 @pytest.mark.parametrize("init", INITIALS)
-def test_every_start_has_the_documents_first_position_and_is_the_same_for_a_seed(made: School, init: str) -> None:
+def test_every_start_has_the_documents_first_position_and_is_the_same_for_a_seed(made, init):
     kv, again, other = (initial_kv(init, made.model, made.ids, P, seed) for seed in (1, 1, 2))
     assert (kv.shape, kv.dtype) == ((2, 3, P, 2, 64), torch.float32)
     assert torch.equal(kv, again)
@@ -324,7 +319,7 @@ def test_every_start_has_the_documents_first_position_and_is_the_same_for_a_seed
     assert torch.allclose(kv[:, :, :FROZEN], prefilled(made.model, made.ids)[:, :, :FROZEN], atol=1e-5)
 
 
-def test_random_is_noise_vocab_ordinary_words_and_first_k_the_head_of_the_document(made: School) -> None:
+def test_random_is_noise_vocab_ordinary_words_and_first_k_the_head_of_the_document(made):
     noise, words, head = (initial_kv(init, made.model, made.ids, P, 0) for init in ("random", "vocab", "first-k"))
     assert float(noise[:, :, FROZEN:].std()) == pytest.approx(0.02, rel=0.05), "the paper's"
     assert abs(float(noise[:, :, FROZEN:].mean())) < 0.002
@@ -335,7 +330,7 @@ def test_random_is_noise_vocab_ordinary_words_and_first_k_the_head_of_the_docume
     assert torch.allclose(head, prefilled(made.model, made.ids)[:, :, :P], atol=1e-4)
 
 
-def test_sci_is_a_prefill_of_chunks_from_all_over_the_document(made: School) -> None:
+def test_sci_is_a_prefill_of_chunks_from_all_over_the_document(made):
     ids = made.model.encode(write_document(random.Random(0), 1000).text, special=True)
     seen = set()
     for seed in range(2):
@@ -357,14 +352,14 @@ def test_sci_is_a_prefill_of_chunks_from_all_over_the_document(made: School) -> 
 @pytest.mark.parametrize(
     ("asked", "expected"), [({"compress": 4}, 256), ({"compress": 1000}, 64), ({"positions": 95}, 95)]
 )
-def test_p_is_as_asked_for_or_rounded_to_whole_chunks(asked: dict[str, int], expected: int) -> None:
+def test_p_is_as_asked_for_or_rounded_to_whole_chunks(asked, expected):
     assert positions_of(1051, 64, **asked) == expected
 
 
 # The teacher.
 
 
-def test_the_teacher_predicts_what_the_model_with_the_document_does(made: School) -> None:
+def test_the_teacher_predicts_what_the_model_with_the_document_does(made):
     for example in made.lesson.examples[:3]:
         rows = slice(example.first, example.first + len(example.answer))
         plain = made.model.logits([*made.ids, *example.prompt, *example.answer[:-1]], len(example.answer))
@@ -372,7 +367,7 @@ def test_the_teacher_predicts_what_the_model_with_the_document_does(made: School
         assert torch.allclose(full, plain.log_softmax(-1), atol=1e-3)
 
 
-def test_of_a_long_document_no_more_than_a_block_is_computed_at_a_time(made: School) -> None:
+def test_of_a_long_document_no_more_than_a_block_is_computed_at_a_time(made):
     ids = made.model.encode(write_document(random.Random(1), 3 * BLOCK_TOKENS).text, special=True)
     lengths = []
     hook = made.model.model.model.register_forward_pre_hook(
@@ -390,7 +385,7 @@ def test_of_a_long_document_no_more_than_a_block_is_computed_at_a_time(made: Sch
     assert found.tokens[:, 0].tolist() == plain.argmax(-1).tolist()
 
 
-def test_a_question_too_long_for_the_model_is_named(made: School) -> None:
+def test_a_question_too_long_for_the_model_is_named(made):
     with pytest.raises(CartridgeError, match="'ward ward .*the model's context is 8192"):
         asked = [Question("ward " * 9000, "7")]
         lesson.prepare(made.model, made.ids, asked, torch.zeros(1), form="chat", top_k=4, answer_tokens=2)
@@ -404,9 +399,7 @@ def test_a_question_too_long_for_the_model_is_named(made: School) -> None:
     ("llama", {}, None),
     ("falcon alibi", {}, "ALiBi"),
 ])  # fmt: skip
-def test_what_training_would_show_otherwise_than_engines_do_is_refused(
-    tmp_path: Path, family: str, changes: dict[str, Any], why: str | None
-) -> None:
+def test_what_training_would_show_otherwise_than_engines_do_is_refused(tmp_path, family, changes, why):
     config = FAMILIES[family]()
     config.update(changes)
     model, ids = CausalModel(str(make_model(tmp_path / "model", config))), list(range(5, 105))
@@ -425,7 +418,7 @@ def test_what_training_would_show_otherwise_than_engines_do_is_refused(
     assert torch.allclose(found.log_probs, plain.topk(4).values, atol=1e-3)
 
 
-def test_no_question_is_put_behind_the_end_of_the_models_context(made: School, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_question_is_put_behind_the_end_of_the_models_context(made, monkeypatch):
     longest = max(len(e.prompt) + len(e.answer) for e in made.lesson.examples)
     monkeypatch.setattr(made.model.model.config, "max_position_embeddings", P + longest + 3)
     assert _trainer(made).jitter == 3
@@ -433,7 +426,7 @@ def test_no_question_is_put_behind_the_end_of_the_models_context(made: School, m
     assert _trainer(made).jitter == 0
 
 
-def test_a_lesson_is_kept_and_found_again_and_another_one_is_not(made: School, tmp_path: Path) -> None:
+def test_a_lesson_is_kept_and_found_again_and_another_one_is_not(made, tmp_path):
     questions, kv = [Question("ward of Mora?", "7"), Question("blood of Mora?")], prefilled(made.model, made.ids)
 
     def prepare(top_k: int) -> tuple[lesson.Lesson, list]:
@@ -453,7 +446,7 @@ def test_a_lesson_is_kept_and_found_again_and_another_one_is_not(made: School, t
     assert torch.equal(again.tokens, first.tokens)
 
 
-def test_the_divergence_is_that_of_kullback_and_leibler_with_all_unlikely_tokens_as_one() -> None:
+def test_the_divergence_is_that_of_kullback_and_leibler_with_all_unlikely_tokens_as_one():
     generator = torch.Generator().manual_seed(0)
     teacher, student = (torch.randn(6, 50, generator=generator).mul(3).log_softmax(-1) for _ in range(2))
     order = teacher.argsort(descending=True)
@@ -494,15 +487,13 @@ class _Cli:
 
 
 @pytest.fixture
-def train(made: School, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> _Cli:
+def train(made, tmp_path, capsys):
     document = tmp_path / "sheet.txt"
     document.write_text(made.document.text)
     return _Cli(tmp_path / "home", capsys, document, write_questions(tmp_path / "asked.jsonl", made.document))
 
 
-def test_the_command_registers_a_trained_cartridge_that_carries_its_document(
-    made: School, train: _Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_registers_a_trained_cartridge_that_carries_its_document(made, train, monkeypatch):
     """Also where a run before it ended between writing and registering."""
 
     def fail(*_: object, **__: object) -> None:
@@ -539,8 +530,8 @@ def test_the_command_registers_a_trained_cartridge_that_carries_its_document(
 
 
 def test_by_its_defaults_it_starts_from_a_compaction_ends_by_itself_and_keeps_what_the_document_adds(
-    made: School, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    made, tmp_path, capsys
+):
     (tmp_path / "sheet.txt").write_text(made.document.text)
     questions = str(write_questions(tmp_path / "questions.jsonl", made.document))
     status = main(
@@ -567,9 +558,7 @@ def test_by_its_defaults_it_starts_from_a_compaction_ends_by_itself_and_keeps_wh
         ([(0.5, 0.3), (0.6, 0.1), (0.4, 0.2)], 0.1, 1, 1),  # a few tokens at many nats do not outweigh the others
     ],
 )
-def test_the_best_is_what_misses_least(
-    made: School, scores: list[tuple[float, float]], least: float, best_step: int, waited: int
-) -> None:
+def test_the_best_is_what_misses_least(made, scores, least, best_step, waited):
     trainer, given = _trainer(made, recipe=replace(RECIPE, check_every=1)), iter(scores)
     score = trainer.score(made.unseen.examples)
     assert 0 < score.missed < 1 < score.loss
@@ -578,7 +567,7 @@ def test_the_best_is_what_misses_least(
     assert (trainer.least_missed, trainer.best_step, trainer.waited) == (least, best_step, waited)
 
 
-def test_a_cartridge_that_answers_badly_is_not_registered_unless_that_is_accepted(train: _Cli) -> None:
+def test_a_cartridge_that_answers_badly_is_not_registered_unless_that_is_accepted(train):
     status, out, err = train("--accept", "0.8")
     assert (status, out) == (1, "")
     assert err.count("\n") == 1
@@ -596,7 +585,7 @@ def test_a_cartridge_that_answers_badly_is_not_registered_unless_that_is_accepte
     assert Registry(train.home / "registry.sqlite").find("a").name == "a@1"
 
 
-def test_the_gate_judges_by_what_the_document_adds() -> None:
+def test_the_gate_judges_by_what_the_document_adds():
     def kept(nothing: float, document: float, cartridge: float) -> float | None:
         return gate.measured("questions", 50, nothing, document, cartridge).kept
 
@@ -606,7 +595,7 @@ def test_the_gate_judges_by_what_the_document_adds() -> None:
     assert kept(0.5, 0.54, 0.54) is None, "such questions tell nothing"
 
 
-def test_what_is_measured_is_what_the_model_says_by_itself(made: School, run: Any) -> None:
+def test_what_is_measured_is_what_the_model_says_by_itself(made, run):
     whole = prefilled(made.model, made.ids)
     asked = questions_on(made.document)[::12]
     found = gate.measure(made.model, whole, run[1].kv, asked, "chat", 4)
@@ -619,7 +608,7 @@ def test_what_is_measured_is_what_the_model_says_by_itself(made: School, run: An
     assert gate.measure(made.model, whole, whole, long, "chat", 20).cartridge < 0.2
 
 
-def test_no_question_that_measures_it_has_any_part_in_the_cartridge(train: _Cli, made: School, tmp_path: Path) -> None:
+def test_no_question_that_measures_it_has_any_part_in_the_cartridge(train, made, tmp_path):
     """The control: the same training with other answers to the questions that choose is another cartridge."""
     digests = []
     for name, answer in (("right", None), ("wrong", "none")):
@@ -637,9 +626,7 @@ def test_no_question_that_measures_it_has_any_part_in_the_cartridge(train: _Cli,
     assert kept <= 0.2, "but they were asked"
 
 
-def test_an_interrupted_command_goes_on_says_how_and_ends_as_if_it_had_not_been(
-    train: _Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_command_goes_on_says_how_and_ends_as_if_it_had_not_been(train, monkeypatch):
     expected = train("--id", "whole")[1]
     step, steps = torch.optim.AdamW.step, itertools.count(1)
 
@@ -671,8 +658,8 @@ def test_an_interrupted_command_goes_on_says_how_and_ends_as_if_it_had_not_been(
 
 
 def test_a_run_without_questions_does_not_bind_the_next_restart_forgets_one_and_what_lies_there_keeps_its_version(
-    train: _Cli, tmp_path: Path
-) -> None:
+    train, tmp_path
+):
     (tmp_path / "few.jsonl").write_text(json.dumps({"question": "ward of Mora?"}))
     status, _, err = train("--questions", str(tmp_path / "few.jsonl"))
     assert (status, "1 questions are too few" in err) == (1, True)
@@ -705,7 +692,7 @@ def test_a_run_without_questions_does_not_bind_the_next_restart_forgets_one_and_
     ],
     ids=lambda argv: argv[0] if isinstance(argv, tuple) else "",
 )
-def test_what_cannot_be_trained_is_one_line_and_leaves_nothing(train: _Cli, argv: tuple[str, ...], word: str) -> None:
+def test_what_cannot_be_trained_is_one_line_and_leaves_nothing(train, argv, word):
     status, out, err = train(*argv)
     assert (status, out) == (1, "")
     assert err.startswith("lmcache-cartridge: ")
@@ -715,7 +702,7 @@ def test_what_cannot_be_trained_is_one_line_and_leaves_nothing(train: _Cli, argv
     assert not (train.home / "cartridges").exists()
 
 
-def test_a_document_too_long_for_the_model_is_refused(train: _Cli, made: School, tmp_path: Path) -> None:
+def test_a_document_too_long_for_the_model_is_refused(train, made, tmp_path):
     long = tmp_path / "long.txt"
     long.write_text("\n".join([made.document.text] * 80))
     status, _, err = train("--document", str(long))

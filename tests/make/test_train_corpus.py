@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,18 +67,18 @@ def _write(request: Request) -> Reply:
 
 
 @pytest.fixture(scope="module")
-def writer() -> Iterator[str]:
+def writer():
     with Stub("writer", _write) as stub:
         yield stub.url
 
 
 @pytest.fixture
-def corpus(tmp_path: Path, writer: str) -> Corpus:
+def corpus(tmp_path, writer):
     return Corpus(tmp_path, writer)
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory, writer: str) -> Corpus:
+def alone(tmp_path_factory, writer):
     """The first two sheets, each trained by a command of its own."""
     found = Corpus(tmp_path_factory.mktemp("alone"), writer)
     for name in ("ward-0", "ward-1"):
@@ -101,9 +100,7 @@ def _share(model: CausalModel, home: Path, name: str, of: Document, held_out: st
     return answered(model, stored_kv(home / "cartridges" / name / "1"), made)
 
 
-def test_each_sheet_is_trained_as_it_is_alone_and_once(
-    corpus: Corpus, alone: Corpus, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_sheet_is_trained_as_it_is_alone_and_once(corpus, alone, monkeypatch):
     first = corpus.train()
     assert [(row["name"], row["made"]) for row in first] == [(f"{name}@1", True) for name in SHEETS]
     assert corpus.digests().items() > alone.digests().items()
@@ -123,9 +120,7 @@ def test_each_sheet_is_trained_as_it_is_alone_and_once(
     assert (again["name"], again["made"]) == ("ward-0@2", True), "another training"
 
 
-def test_what_fails_is_told_and_what_is_published_is_not_trained_again(
-    corpus: Corpus, alone: Corpus, tmp_path: Path
-) -> None:
+def test_what_fails_is_told_and_what_is_published_is_not_trained_again(corpus, alone, tmp_path):
     for name in ("ward-1", "ward-2"):
         (corpus.directory / f"{name}.txt").unlink()
     (corpus.directory / "bytes.txt").write_bytes(b"\xff\xfe")
@@ -145,9 +140,7 @@ def test_what_fails_is_told_and_what_is_published_is_not_trained_again(
         corpus.home = tmp_path / "another"
 
 
-def test_a_run_that_was_killed_goes_on_where_it_was(
-    corpus: Corpus, alone: Corpus, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_was_killed_goes_on_where_it_was(corpus, alone, monkeypatch):
     (corpus.directory / "ward-2.txt").unlink()
     reached = corpus.home / "training" / "ward-1" / "1" / CHECKPOINT
     corpus.killed(*corpus.words(), once=reached.exists)

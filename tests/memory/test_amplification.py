@@ -18,7 +18,7 @@ ROTATED = make_fingerprint(kv_heads=4, rope=msgspec.structs.replace(make_rope(),
 
 
 @pytest.fixture
-def read_bytes(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+def read_bytes(monkeypatch):
     """Bytes that were read of each payload."""
     read, counted = LocalSource.read_into, Counter[str]()
 
@@ -44,9 +44,7 @@ def _load(home: Home, made: list[Made], fingerprint: Fingerprint, threads: int =
 @pytest.mark.parametrize("encoding", ["plain", "int8"])
 @pytest.mark.parametrize("layout", ["heads", "fused", "vec/16"])
 @pytest.mark.parametrize(("engine", "world"), [(16, 1), (64, 1), (256, 1), (512, 1), (16, 2), (256, 4)])
-def test_a_cartridge_is_read_once_by_each_rank_for_its_heads(
-    home: Home, read_bytes: Counter[str], encoding: str, layout: str, engine: int, world: int
-) -> None:
+def test_a_cartridge_is_read_once_by_each_rank_for_its_heads(home, read_bytes, encoding, layout, engine, world):
     made = home.make(positions=1024, chunk_tokens=256, fingerprint=ROTATED, encoding=encoding)
     for rank in range(world):
         assert (
@@ -57,9 +55,7 @@ def test_a_cartridge_is_read_once_by_each_rank_for_its_heads(
 
 @pytest.mark.parametrize(("stored", "engine"), [(16, 16), (256, 16), (16, 64), (256, 256), (100, 16)])
 @pytest.mark.parametrize("offset", [128, 136, 137, 300])
-def test_a_chain_is_read_once_wherever_its_cartridges_begin(
-    home: Home, read_bytes: Counter[str], stored: int, engine: int, offset: int
-) -> None:
+def test_a_chain_is_read_once_wherever_its_cartridges_begin(home, read_bytes, stored, engine, offset):
     made = [
         home.make(name, positions=positions, chunk_tokens=stored, seed=positions, fingerprint=ROTATED)
         for name, positions in [("a", offset), ("b", engine * (700 // engine) - offset)]

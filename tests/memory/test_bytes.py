@@ -6,7 +6,6 @@ What it must be is worked out here from the payload alone, with the safetensors 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -173,7 +172,7 @@ class _Way:
 
 
 @pytest.fixture(scope="module")
-def travels(s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> _Travels:
+def travels(s3_server, tmp_path_factory):
     return _Travels(s3_server, tmp_path_factory.mktemp("travels"))
 
 
@@ -186,36 +185,30 @@ CASES = [
 
 
 @pytest.fixture(params=CASES, ids=lambda case: f"{case[0]}-{case[1]}")
-def case(request: pytest.FixtureRequest) -> tuple[int, str]:
+def case(request):
     return request.param
 
 
 @pytest.fixture
-def open_way(travels: _Travels, s3_credentials: S3Server, home: Home, case: tuple[int, str]) -> Callable[..., _Way]:
+def open_way(travels, s3_credentials, home, case):
     return lambda **settings: _Way(travels, home, *case, **settings)
 
 
 @pytest.mark.parametrize(("local_copies", "at_once"), [(False, 1), (True, 2), (False, 99)])
-def test_from_a_directory(
-    travels: _Travels, open_way: Callable[..., _Way], case: tuple[int, str], local_copies: bool, at_once: int
-) -> None:
+def test_from_a_directory(travels, open_way, case, local_copies, at_once):
     way = open_way(disk_local=local_copies, disk_bytes=1 << 30 if local_copies else 0)
     for each in travels.of(case[0]):
         way.check(each, str(each.root), at_once)
 
 
-def test_a_stage_of_a_pipeline_gets_its_own_layers(
-    travels: _Travels, open_way: Callable[..., _Way], case: tuple[int, str]
-) -> None:
+def test_a_stage_of_a_pipeline_gets_its_own_layers(travels, open_way, case):
     for stage in range(MODEL.layers):
         way = open_way(layers=range(stage, stage + 1), disk_local=True)
         for each in travels.of(case[0]):
             way.check(each, str(each.root), 99)
 
 
-def test_from_s3_from_its_copies_on_disk_and_after_a_restart(
-    travels: _Travels, open_way: Callable[..., _Way], case: tuple[int, str]
-) -> None:
+def test_from_s3_from_its_copies_on_disk_and_after_a_restart(travels, open_way, case):
     stored, reads = travels.of(case[0]), []
     for way in (open_way(), open_way()):
         for each in stored * 2:
@@ -227,9 +220,7 @@ def test_from_s3_from_its_copies_on_disk_and_after_a_restart(
     assert set(restarted) == {0}
 
 
-def test_from_s3_in_small_parts_without_copies(
-    travels: _Travels, open_way: Callable[..., _Way], case: tuple[int, str]
-) -> None:
+def test_from_s3_in_small_parts_without_copies(travels, open_way, case):
     way = open_way(s3_part_bytes=PART, disk_bytes=0)
     stored = travels.of(case[0])[CASES.index(case) % 2 :: 2]
     for each, at_once in zip(stored, (1, 99, 2), strict=True):

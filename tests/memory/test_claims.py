@@ -53,9 +53,7 @@ class _Gate:
 
 
 @pytest.mark.parametrize("kind", ["prefill", "trained"])
-def test_a_claim_is_polled_until_everything_is_resident_and_nobody_waits(
-    home: Home, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_claim_is_polled_until_everything_is_resident_and_nobody_waits(home, kind, monkeypatch):
     made = home.make(kind=kind, positions=64)
     store = home.open(settings=STILL)
     gate = _Gate(monkeypatch)
@@ -73,7 +71,7 @@ def test_a_claim_is_polled_until_everything_is_resident_and_nobody_waits(
     claim.close()
 
 
-def test_a_claim_of_a_document_takes_what_room_there_is_and_a_trained_one_waits(home: Home) -> None:
+def test_a_claim_of_a_document_takes_what_room_there_is_and_a_trained_one_waits(home):
     held, document = home.make("held", positions=48, seed=1), home.make("document", positions=64, seed=2)
     trained = home.make("trained", kind="trained", positions=64, seed=3)
     store = home.open(chunks=5, settings=STILL)
@@ -92,7 +90,7 @@ def test_a_claim_of_a_document_takes_what_room_there_is_and_a_trained_one_waits(
     whole.close()
 
 
-def test_a_claim_says_why_it_is_refused(home: Home) -> None:
+def test_a_claim_says_why_it_is_refused(home):
     sound, big = home.make("sound", positions=16), home.make("big", positions=80, seed=1)
     foreign = home.make("foreign", layers=4, seed=2)
     banned = home.make("banned", seed=3)
@@ -119,7 +117,7 @@ def test_a_claim_says_why_it_is_refused(home: Home) -> None:
     assert store.cpu.stats().misses == 0
 
 
-def test_a_chain_that_ends_in_a_trained_cartridge_has_its_tail(home: Home) -> None:
+def test_a_chain_that_ends_in_a_trained_cartridge_has_its_tail(home):
     shape = make_fingerprint(rope=msgspec.structs.replace(make_rope(), pairing="half"))
     first = home.make("first", positions=24, seed=1, fingerprint=shape)
     last = home.make("last", kind="trained", positions=32, seed=2, fingerprint=shape)
@@ -134,7 +132,7 @@ def test_a_chain_that_ends_in_a_trained_cartridge_has_its_tail(home: Home) -> No
     claim.close()
 
 
-def test_nobody_waits_while_a_new_chain_is_hashed(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_waits_while_a_new_chain_is_hashed(home, monkeypatch):
     hashing, goes_on = threading.Event(), threading.Event()
 
     def slow(chunk_tokens: int) -> Hasher:
@@ -171,7 +169,7 @@ def test_nobody_waits_while_a_new_chain_is_hashed(home: Home, monkeypatch: pytes
     assert read(store.claim(tag, {})).poll().chunks == 4
 
 
-def test_a_quarantine_ends_what_is_claimed_with_its_reason(home: Home) -> None:
+def test_a_quarantine_ends_what_is_claimed_with_its_reason(home):
     made = home.make(kind="trained", positions=64)
     flip_bit(home.payload(), chunk_range(made.manifest, 2, range(1)).start)
     store = home.open(settings=STILL)
@@ -186,7 +184,7 @@ def test_a_quarantine_ends_what_is_claimed_with_its_reason(home: Home) -> None:
 # Pins.
 
 
-def test_a_pin_loads_what_is_missing_and_survives_pressure(home: Home) -> None:
+def test_a_pin_loads_what_is_missing_and_survives_pressure(home):
     made, other = home.make(seed=1), home.make("other", seed=2)
     store = home.open(chunks=6, settings=STILL)
     prompt = prompt_for(home, made)
@@ -206,7 +204,7 @@ def test_a_pin_loads_what_is_missing_and_survives_pressure(home: Home) -> None:
     assert _lookup_and_release(store, home, other, "other") == 4
 
 
-def test_a_pin_of_what_cannot_be_served_says_why(home: Home) -> None:
+def test_a_pin_of_what_cannot_be_served_says_why(home):
     big = home.make(positions=80)
     store = home.open(chunks=4, settings=STILL)
     with pytest.raises(CartridgeError, match="more than cpu_bytes"):
@@ -216,7 +214,7 @@ def test_a_pin_of_what_cannot_be_served_says_why(home: Home) -> None:
     assert store.status()["pinned"] == []
 
 
-def test_a_pin_whose_source_was_away_is_made_good_without_anybody_asking(home: Home) -> None:
+def test_a_pin_whose_source_was_away_is_made_good_without_anybody_asking(home):
     made = home.make()
     store = home.open(settings=STILL)
     away = home.payload().rename(home.path / "away")
@@ -231,7 +229,7 @@ def test_a_pin_whose_source_was_away_is_made_good_without_anybody_asking(home: H
 # Fetches in the background.
 
 
-def test_preloading_returns_at_once_and_goes_on_by_itself(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preloading_returns_at_once_and_goes_on_by_itself(home, monkeypatch):
     made = home.make()
     store = home.open(settings=STILL)
     gate = _Gate(monkeypatch)
@@ -247,7 +245,7 @@ def test_preloading_returns_at_once_and_goes_on_by_itself(home: Home, monkeypatc
     assert (store.cpu.stats().held, store.cpu.stats().misses) == (0, 4), "asking again began another"
 
 
-def test_preloading_gives_up_in_the_end_and_at_once_on_what_is_refused(home: Home) -> None:
+def test_preloading_gives_up_in_the_end_and_at_once_on_what_is_refused(home):
     made = home.make()
     clock = Clock()
     store = home.open(settings=STILL, clock=clock)
@@ -262,7 +260,7 @@ def test_preloading_gives_up_in_the_end_and_at_once_on_what_is_refused(home: Hom
     until(lambda: store.status()["loading"] == {} and store.cpu.stats().held == 0)
 
 
-def test_evicting_ends_a_fetch_in_the_background(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evicting_ends_a_fetch_in_the_background(home, monkeypatch):
     made = home.make()
     store = home.open(settings=STILL)
     gate = _Gate(monkeypatch)
@@ -279,7 +277,7 @@ def test_evicting_ends_a_fetch_in_the_background(home: Home, monkeypatch: pytest
 # Warm labels.
 
 
-def test_a_warm_label_counts_once_each_time_it_comes_to_point_there(home: Home) -> None:
+def test_a_warm_label_counts_once_each_time_it_comes_to_point_there(home):
     made = [home.make(name, seed=seed) for seed, name in enumerate("ab")]
     home.registry.label("current", "a", warm=True)
     store = home.open(settings=STILL)
@@ -299,7 +297,7 @@ def test_a_warm_label_counts_once_each_time_it_comes_to_point_there(home: Home) 
 # All at once.
 
 
-def test_claims_pins_looks_and_questions_from_many_threads_keep_the_books_right(home: Home) -> None:
+def test_claims_pins_looks_and_questions_from_many_threads_keep_the_books_right(home):
     made = {name: home.make(name, positions=64, seed=seed) for seed, name in enumerate("abcd")}
     store = home.open(chunks=9, settings={"reload_s": 0.005})
 

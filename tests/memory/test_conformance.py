@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import pytest
 import torch
 from chunks import one_by_one
 from invariants import check
-from s3 import S3Server
 from waiting import Clock, run_threads
 
 from lmcache_cartridge.artifact.bytesource import ByteRange
@@ -43,7 +41,7 @@ class ReadTests(ABC):
 
     @pytest.fixture
     @abstractmethod
-    def tier(self) -> Any:
+    def tier(self):
         """What is tested, empty."""
 
     @abstractmethod
@@ -54,19 +52,19 @@ class ReadTests(ABC):
     def get(self, tier: Any, digest: str, chunk: int) -> bytes | None:
         """Ask for the bytes by the door that serving uses; None on a miss."""
 
-    def test_what_was_put_in_comes_back_exactly_and_from_its_own_cartridge(self, tier: Any) -> None:
+    def test_what_was_put_in_comes_back_exactly_and_from_its_own_cartridge(self, tier):
         for digest, chunk in ((ONE, 0), (TWO, 0), (TWO, 1)):
             self.put(tier, digest, chunk)
         for digest, chunk in ((ONE, 0), (TWO, 0), (TWO, 1)):
             assert self.get(tier, digest, chunk) == data(digest, chunk)
 
-    def test_what_was_not_put_in_is_a_miss(self, tier: Any) -> None:
+    def test_what_was_not_put_in_is_a_miss(self, tier):
         self.put(tier, ONE, 0)
         assert self.get(tier, ONE, 1) is None
         assert self.get(tier, TWO, 0) is None
         assert self.get(tier, ONE, 0) == data(ONE, 0), "the control"
 
-    def test_eight_threads_get_the_bytes_that_each_asked_for(self, tier: Any) -> None:
+    def test_eight_threads_get_the_bytes_that_each_asked_for(self, tier):
         chunks = [(digest, chunk) for digest in (ONE, TWO) for chunk in range(ROOM // 2)]
         for digest, chunk in chunks:
             self.put(tier, digest, chunk)
@@ -77,7 +75,7 @@ class ReadTests(ABC):
 
         run_threads(8, ask)
 
-    def test_closing_twice_is_no_error(self, tier: Any) -> None:
+    def test_closing_twice_is_no_error(self, tier):
         self.put(tier, ONE, 0)
         tier.close()
         tier.close()
@@ -100,7 +98,7 @@ class TierTests(ReadTests):
     expected = (0, *range(3, ROOM + 2))
     """What is left of a cartridge of two chunks more than fit, put in one by one, if its first is used before the last."""
 
-    def test_chunks_go_in_the_tier_s_order_and_the_budget_holds(self, tier: Any) -> None:
+    def test_chunks_go_in_the_tier_s_order_and_the_budget_holds(self, tier):
         for chunk in range(ROOM):
             self.put(tier, ONE, chunk)
         assert self.get(tier, ONE, 0) == data(ONE, 0)
@@ -111,7 +109,7 @@ class TierTests(ReadTests):
         assert self._resident(tier) == list(self.expected)
         assert all(self.get(tier, ONE, chunk) is None for chunk in {*range(ROOM + 2)} - {*self.expected})
 
-    def test_evicting_drops_a_cartridges_chunks_and_no_others(self, tier: Any) -> None:
+    def test_evicting_drops_a_cartridges_chunks_and_no_others(self, tier):
         for digest in (ONE, TWO):
             for chunk in range(2):
                 self.put(tier, digest, chunk)
@@ -120,14 +118,14 @@ class TierTests(ReadTests):
         assert self.get(tier, ONE, 0) is None
         check(tier)
 
-    def test_an_evicted_chunk_can_be_put_in_again(self, tier: Any) -> None:
+    def test_an_evicted_chunk_can_be_put_in_again(self, tier):
         for _ in range(2):
             self.put(tier, ONE, 0)
             assert self.get(tier, ONE, 0) == data(ONE, 0)
             assert tier.evict(ONE) == 1
         assert tier.stats().promoted == tier.stats().evicted == 2
 
-    def test_counters_add_up(self, tier: Any) -> None:
+    def test_counters_add_up(self, tier):
         for chunk in range(ROOM + 3):
             self.put(tier, ONE, chunk)
         before = tier.stats()
@@ -141,7 +139,7 @@ class TierTests(ReadTests):
         tier.evict(ONE)
         assert (tier.stats().evicted, tier.stats().resident, tier.stats().resident_bytes) == (ROOM + 3, 0, 0)
 
-    def test_the_budget_holds_under_eight_threads_that_put_ask_and_evict(self, tier: Any) -> None:
+    def test_the_budget_holds_under_eight_threads_that_put_ask_and_evict(self, tier):
         def work(worker: int) -> None:
             chance = random.Random(worker)
             for _ in range(30):
@@ -167,7 +165,7 @@ class HoldTests(TierTests):
     def hold(self, tier: Any, digest: str, chunk: int) -> Any:
         """Return a handle to close, which keeps a resident chunk where it is."""
 
-    def test_a_held_chunk_is_neither_evicted_nor_pushed_out_until_it_is_let_go(self, tier: Any) -> None:
+    def test_a_held_chunk_is_neither_evicted_nor_pushed_out_until_it_is_let_go(self, tier):
         for chunk in range(ROOM):
             self.put(tier, ONE, chunk)
         held = self.hold(tier, ONE, 0)
@@ -187,7 +185,7 @@ class TestDiskCache(TierTests):
     expected = (0, 1, 4, 5)  # of one cartridge the end goes first, of what the last look found
 
     @pytest.fixture
-    def tier(self, tmp_path: Path) -> DiskCache:
+    def tier(self, tmp_path):
         self.clock = Clock()
         return DiskCache(tmp_path / "cache", ROOM * SIZE, clock=self.clock)
 
@@ -208,7 +206,7 @@ class TestMemoryTier(HoldTests):
     expected = (*range(ROOM - 1), ROOM + 1)  # of one cartridge the end goes first
 
     @pytest.fixture
-    def tier(self) -> Iterator[MemoryTier]:
+    def tier(self):
         self.behind: set[ChunkKey] = set()
         tier = MemoryTier(SIZE, ROOM * SIZE, one_by_one(self._load))
         yield tier
@@ -261,7 +259,7 @@ class SourceTests(ReadTests):
 
 class TestLocalSource(SourceTests):
     @pytest.fixture
-    def tier(self, tmp_path: Path) -> LocalSource:
+    def tier(self, tmp_path):
         self.root = tmp_path
         return LocalSource()
 
@@ -275,7 +273,7 @@ class TestLocalSource(SourceTests):
 
 class TestS3Source(SourceTests):
     @pytest.fixture
-    def tier(self, s3_credentials: S3Server, bucket: str) -> Iterator[S3Source]:
+    def tier(self, s3_credentials, bucket):
         self.client, self.bucket = s3_credentials.client, bucket
         source = S3Source(endpoint_url=s3_credentials.endpoint)
         yield source

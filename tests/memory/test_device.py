@@ -43,7 +43,7 @@ def _quiet(store: CartridgeStore) -> None:
     until(lambda: all(tier.stats().loading == 0 for tier in _tiers(store)))
 
 
-def test_a_cpu_engine_has_no_device_tier_unless_it_was_given_one(home: Home) -> None:
+def test_a_cpu_engine_has_no_device_tier_unless_it_was_given_one(home):
     home.make()
     assert list(home.open(settings=STILL).tiers()) == ["cpu", "disk", "source"]
     assert list(_open(home, cpu=4, device=0).tiers()) == ["cpu", "disk", "source"]
@@ -63,9 +63,7 @@ GIB = 1 << 30
         (2 * GIB + 1, 2 * GIB, "2147483649, and cuda:0 has 2147483648 bytes free"),
     ],
 )  # fmt: skip
-def test_on_a_gpu_it_is_a_part_of_what_is_free_and_never_more(
-    monkeypatch: pytest.MonkeyPatch, wanted: int | None, free: int, size: int | str
-) -> None:
+def test_on_a_gpu_it_is_a_part_of_what_is_free_and_never_more(monkeypatch, wanted, free, size):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 80 * GIB))
     if isinstance(size, int):
         assert device_module.device_bytes(wanted, "cuda:0") == size
@@ -75,7 +73,7 @@ def test_on_a_gpu_it_is_a_part_of_what_is_free_and_never_more(
 
 
 @pytest.mark.parametrize("kind", ["prefill", "trained"])
-def test_what_was_looked_up_is_promoted_and_lent_from_the_device_from_then_on(home: Home, kind: str) -> None:
+def test_what_was_looked_up_is_promoted_and_lent_from_the_device_from_then_on(home, kind):
     made = home.make(kind=kind, positions=64)
     store, prompt = _open(home, cpu=8, device=8), prompt_for(home, made)
     device, cpu = _tiers(store)
@@ -95,9 +93,7 @@ def test_what_was_looked_up_is_promoted_and_lent_from_the_device_from_then_on(ho
     assert (device.stats().hits, cpu.stats().misses) == (4, 4)
 
 
-def test_a_chunk_that_cannot_reach_the_device_is_served_from_the_cpu_tier(
-    home: Home, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_chunk_that_cannot_reach_the_device_is_served_from_the_cpu_tier(home, monkeypatch):
     made = home.make()
     store, prompt = _open(home, cpu=4, device=4), prompt_for(home, made)
     device, cpu = _tiers(store)
@@ -113,7 +109,7 @@ def test_a_chunk_that_cannot_reach_the_device_is_served_from_the_cpu_tier(
     assert_served(store, made, prompt)
 
 
-def test_promoting_waits_for_nobody_and_closing_waits_for_it(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_promoting_waits_for_nobody_and_closing_waits_for_it(home, monkeypatch):
     made = home.make()
     store, prompt = _open(home, cpu=4, device=4), prompt_for(home, made)
     device, cpu = _tiers(store)
@@ -150,7 +146,7 @@ def _shelf(home: Home) -> dict[str, tuple[Made, Prompt]]:
 
 
 @pytest.mark.parametrize(("cpu", "device"), [(5, 3), (4, 4), (6, 1)])
-def test_sixteen_threads_over_both_tiers_get_the_right_bytes_or_none(home: Home, cpu: int, device: int) -> None:
+def test_sixteen_threads_over_both_tiers_get_the_right_bytes_or_none(home, cpu, device):
     shelf, fingerprint = _shelf(home), make_fingerprint(**SMALL)
     flip_bit(home.payload("d"), chunk_range(shelf["d"][0].manifest, 1, range(1)).start)
     size = fingerprint.token_bytes * 16
@@ -192,7 +188,7 @@ def test_sixteen_threads_over_both_tiers_get_the_right_bytes_or_none(home: Home,
         assert_served(store, *shelf[name])
 
 
-def test_a_chunk_that_is_slow_to_come_holds_no_other_in_the_cpu_tier() -> None:
+def test_a_chunk_that_is_slow_to_come_holds_no_other_in_the_cpu_tier():
     """Of eight chunks in a row one left the cpu tier: others get the room of the seven while that one is loaded."""
     gate, asked = threading.Event(), threading.Event()
     gate.set()

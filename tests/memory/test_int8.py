@@ -58,7 +58,7 @@ def _served(made: Made, root: Path) -> torch.Tensor:
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> Made:
+def made(tmp_path):
     rope = msgspec.structs.replace(make_rope(), pairing="half")
     shape = make_fingerprint(kv_heads=4, rope=rope)
     return make_artifact(tmp_path / "doc", positions=POSITIONS, chunk_tokens=CHUNK, fingerprint=shape, encoding="int8")
@@ -71,8 +71,8 @@ def made(tmp_path: Path) -> Made:
     offset=st.sampled_from([0.0, 0.0, -30.0, 500.0]),
 )  # fmt: skip
 def test_no_number_moves_by_more_than_half_a_step_and_the_rounding_of_its_dtype(
-    layers: int, tokens: int, heads: int, size: int, dtype: str, seed: int, scale: float, offset: float
-) -> None:
+    layers, tokens, heads, size, dtype, seed, scale, offset
+):
     shape = make_fingerprint(layers=layers, kv_heads=heads, head_size=size, dtype=dtype, rope=make_rope())
     kv = scale * make_kv(shape, tokens, seed)
     kv[0] += offset
@@ -89,9 +89,7 @@ def test_no_number_moves_by_more_than_half_a_step_and_the_rounding_of_its_dtype(
 @pytest.mark.parametrize("layout", sorted(VIEWS))
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
 @pytest.mark.parametrize("tokens", [16, 8, 32, 24])
-def test_the_chunks_of_all_ranks_together_are_the_kv_that_one_rank_gets(
-    made: Made, tmp_path: Path, tokens: int, world: int, layout: str
-) -> None:
+def test_the_chunks_of_all_ranks_together_are_the_kv_that_one_rank_gets(made, tmp_path, tokens, world, layout):
     root = tmp_path / "doc"
     whole = _served(made, root)
     for rank, chunk in itertools.product(range(world), range(POSITIONS // tokens)):
@@ -101,7 +99,7 @@ def test_the_chunks_of_all_ranks_together_are_the_kv_that_one_rank_gets(
 
 
 @pytest.mark.parametrize("offset", [0, POSITIONS])
-def test_a_later_cartridge_of_a_chain_is_rotated_after_it_is_decoded(made: Made, tmp_path: Path, offset: int) -> None:
+def test_a_later_cartridge_of_a_chain_is_rotated_after_it_is_decoded(made, tmp_path, offset):
     root, model = tmp_path / "doc", made.manifest.fingerprint
     shape = ChunkShape(4, model.layers, CHUNK, model.head_size, model.dtype)
     out = torch.empty(shape.size_bytes, dtype=torch.uint8)
@@ -114,7 +112,7 @@ def test_a_later_cartridge_of_a_chain_is_rotated_after_it_is_decoded(made: Made,
 
 @pytest.mark.parametrize("field", ["key_step", "key_middle", "value_step", "codes"])
 @pytest.mark.parametrize("head", [0, 3])
-def test_damage_anywhere_in_a_record_is_found(made: Made, tmp_path: Path, field: str, head: int) -> None:
+def test_damage_anywhere_in_a_record_is_found(made, tmp_path, field, head):
     root = tmp_path / "doc"
     within = record(made.manifest.fingerprint, CHUNK).fields[field][1]
     flip_bit(root / PAYLOAD, chunk_range(made.manifest, 2, range(head, head + 1)).start + within)
@@ -143,9 +141,7 @@ def _forged(root: Path, made: Made, field: str, number: float, chunk: int = 2, h
 
 @pytest.mark.parametrize("field", ["key_step", "key_middle", "value_step"])
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf"), 3e38, -3e38])
-def test_steps_that_are_not_finite_or_lead_beyond_the_dtype_are_refused(
-    made: Made, tmp_path: Path, field: str, number: float
-) -> None:
+def test_steps_that_are_not_finite_or_lead_beyond_the_dtype_are_refused(made, tmp_path, field, number):
     root = tmp_path / "doc"
     if field == "key_middle" and abs(number) == 3e38:
         number *= 1.13  # by itself at the very end of bfloat16, and past it with any code
@@ -156,9 +152,7 @@ def test_steps_that_are_not_finite_or_lead_beyond_the_dtype_are_refused(
         _loaded(Made(manifest, made.kv), root, 2)
 
 
-def test_other_steps_that_are_finite_are_read_so_that_the_forgery_above_is_what_was_refused(
-    made: Made, tmp_path: Path
-) -> None:
+def test_other_steps_that_are_finite_are_read_so_that_the_forgery_above_is_what_was_refused(made, tmp_path):
     before = _loaded(made, tmp_path / "doc", 2)
     manifest = _forged(tmp_path / "doc", made, "value_step", 0.5)
     assert len(list(verify(tmp_path / "doc"))) == 5
@@ -167,7 +161,7 @@ def test_other_steps_that_are_finite_are_read_so_that_the_forgery_above_is_what_
 
 
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
-def test_what_int8_cannot_hold_is_refused_when_it_is_made(dtype: str) -> None:
+def test_what_int8_cannot_hold_is_refused_when_it_is_made(dtype):
     shape, largest = make_fingerprint(dtype=dtype), torch.finfo(DTYPES[dtype]).max
     for plane, number in itertools.product((0, 1), (float("nan"), float("inf"), float("-inf"), largest)):
         kv = make_kv(shape, 16, 0)
@@ -190,12 +184,12 @@ def _edited(manifest: Manifest, encoding: object, *, signed: bool = True) -> byt
 
 
 @pytest.mark.parametrize("encoding", ["fp4", "INT8", "", "int8 ", "../x", None, 8, True, ["int8"], {}])
-def test_an_unknown_encoding_is_refused_by_its_name(made: Made, encoding: object) -> None:
+def test_an_unknown_encoding_is_refused_by_its_name(made, encoding):
     with pytest.raises(ManifestError, match=r"that this release knows: .* at `\$\.payload\.encoding`"):
         decode_manifest(_edited(made.manifest, encoding, signed=False), "here")
 
 
-def test_a_plain_payload_called_int8_is_refused_even_with_the_right_digest(tmp_path: Path) -> None:
+def test_a_plain_payload_called_int8_is_refused_even_with_the_right_digest(tmp_path):
     plain = make_artifact(tmp_path / "doc", positions=POSITIONS).manifest
     with pytest.raises(ManifestError, match="its geometry needs"):
         decode_manifest(_edited(plain, "int8"), "here")
@@ -203,7 +197,7 @@ def test_a_plain_payload_called_int8_is_refused_even_with_the_right_digest(tmp_p
         decode_manifest(_edited(plain, "int8", signed=False), "here")
 
 
-def test_a_head_larger_than_numpy_can_describe_is_refused_from_the_manifest(made: Made) -> None:
+def test_a_head_larger_than_numpy_can_describe_is_refused_from_the_manifest(made):
     forged = msgspec.structs.replace(
         made.manifest,
         positions=CHUNK,

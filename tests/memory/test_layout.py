@@ -38,14 +38,14 @@ def _bits(tensor: torch.Tensor) -> bytes:
 
 @settings(deadline=None)
 @given(SHAPES, st.sampled_from(sorted(VIEWS)))
-def test_writing_through_a_view_and_reading_it_back_is_exact(shape: ChunkShape, layout: str) -> None:
+def test_writing_through_a_view_and_reading_it_back_is_exact(shape, layout):
     canonical = _canonical(shape)
     raw = torch.full((shape.size_bytes,), 0xAA, dtype=torch.uint8)
     VIEWS[layout](raw, shape)[:] = canonical
     assert _bits(VIEWS[layout](raw, shape)) == _bits(canonical)
 
 
-def test_the_stored_layout_has_heads_outermost_element_by_element() -> None:
+def test_the_stored_layout_has_heads_outermost_element_by_element():
     shape = ChunkShape(heads=2, layers=2, tokens=3, head_size=4, dtype="float32")
     canonical = torch.arange(96, dtype=torch.float32).view(2, 2, 3, 2, 4)
     flat = to_heads(canonical).flatten()
@@ -94,18 +94,18 @@ def _vllm_kv_heads(kv_heads: int, rank: int, world: int) -> list[int]:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("world", POWERS)
 @pytest.mark.parametrize("kv_heads", POWERS)
-def test_ranks_own_the_heads_that_vllm_loads_for_them(kv_heads: int, world: int) -> None:
+def test_ranks_own_the_heads_that_vllm_loads_for_them(kv_heads, world):
     for rank in range(world):
         assert list(rank_heads(kv_heads, rank, world)) == _vllm_kv_heads(kv_heads, rank, world)
 
 
 @pytest.mark.parametrize(("kv_heads", "world"), [(3, 2), (2, 3), (8, 3), (6, 4), (4, 6)])
-def test_heads_that_cannot_be_divided_are_refused(kv_heads: int, world: int) -> None:
+def test_heads_that_cannot_be_divided_are_refused(kv_heads, world):
     with pytest.raises(ValueError, match=f"{kv_heads} KV heads cannot be divided among {world} ranks"):
         rank_heads(kv_heads, 0, world)
 
 
 @pytest.mark.parametrize("rank", [-1, 2, 100])
-def test_a_rank_outside_the_world_is_refused(rank: int) -> None:
+def test_a_rank_outside_the_world_is_refused(rank):
     with pytest.raises(ValueError, match=rf"\(rank {rank}\)"):
         rank_heads(4, rank, 2)

@@ -74,7 +74,7 @@ def _grow(path: Path, device_chunks: int, warm_up: int, count: int) -> _Growth:
 
 
 @pytest.mark.parametrize("device_chunks", [0, 1])
-def test_memory_is_flat_over_ten_thousand_loads_and_evictions(tmp_path: Path, device_chunks: int) -> None:
+def test_memory_is_flat_over_ten_thousand_loads_and_evictions(tmp_path, device_chunks):
     warm_up, count = (400, 1000) if device_chunks else (1000, 10_000)
     # In a process of its own: memory that other files of tests freed comes and goes by some MiB.
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
@@ -93,7 +93,7 @@ def _tables(store: CartridgeStore) -> dict[str, int]:
     }
 
 
-def test_nothing_is_left_of_cartridges_that_came_and_went(home: Home) -> None:
+def test_nothing_is_left_of_cartridges_that_came_and_went(home):
     clock = Clock()
     made: list[Made] = [home.make(name, positions=32, seed=seed, **SMALL) for seed, name in enumerate("abc")]
     home.registry.label("current", "a", warm=True)

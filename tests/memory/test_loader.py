@@ -90,9 +90,7 @@ def _reassemble(made: Made, root: Path, tokens: int, *, world: int, layout: str)
     ("stored", "engine"),
     [(16, 16), (16, 32), (16, 80), (32, 16), (80, 16), (48, 16), (24, 16), (16, 24), (7, 16), (256, 16), (1, 16)],
 )
-def test_the_chunks_of_all_ranks_together_are_the_original_kv(
-    tmp_path: Path, stored: int, engine: int, kv_heads: int, world: int, layout: str
-) -> None:
+def test_the_chunks_of_all_ranks_together_are_the_original_kv(tmp_path, stored, engine, kv_heads, world, layout):
     made = make_artifact(
         tmp_path / "doc", positions=POSITIONS, chunk_tokens=stored, kv_heads=kv_heads, layers=2, head_size=8
     )
@@ -103,17 +101,17 @@ def test_the_chunks_of_all_ranks_together_are_the_original_kv(
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("layout", sorted(VIEWS))
-def test_every_dtype_is_loaded_exactly(tmp_path: Path, dtype: str, layout: str) -> None:
+def test_every_dtype_is_loaded_exactly(tmp_path, dtype, layout):
     made = make_artifact(tmp_path / "doc", positions=POSITIONS, chunk_tokens=32, dtype=dtype)
     assert torch.equal(_reassemble(made, tmp_path / "doc", 16, world=2, layout=layout), made.kv)
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> Made:
+def made(tmp_path):
     return make_artifact(tmp_path / "doc", positions=POSITIONS, kv_heads=4)
 
 
-def test_a_chunk_as_it_is_stored_is_read_once_straight_into_the_callers_memory(made: Made, tmp_path: Path) -> None:
+def test_a_chunk_as_it_is_stored_is_read_once_straight_into_the_callers_memory(made, tmp_path):
     source = _Counting()
     loader = _loader(made, 16, source=source)
     out = torch.empty(loader.shape.size_bytes, dtype=torch.uint8)
@@ -126,7 +124,7 @@ def _disk_file(disk: DiskCache, made: Made, chunk: int) -> Path:
     return disk.root / made.manifest.digest / f"{chunk}-0-4.bin"
 
 
-def test_a_corrupt_piece_of_the_disk_tier_is_read_again_from_the_source(made: Made, tmp_path: Path) -> None:
+def test_a_corrupt_piece_of_the_disk_tier_is_read_again_from_the_source(made, tmp_path):
     disk, source = DiskCache(tmp_path / "cache", 1 << 20), _Counting()
     loader = _loader(made, 16, source=source, disk=disk)
     first = _load(loader, made, tmp_path / "doc", 1)
@@ -143,7 +141,7 @@ def test_a_corrupt_piece_of_the_disk_tier_is_read_again_from_the_source(made: Ma
     assert not _disk_file(disk, made, 1).exists(), "it is never served"
 
 
-def test_a_corrupt_chunk_of_the_source_is_not_kept_in_the_disk_tier(made: Made, tmp_path: Path) -> None:
+def test_a_corrupt_chunk_of_the_source_is_not_kept_in_the_disk_tier(made, tmp_path):
     disk = DiskCache(tmp_path / "cache", 1 << 20)
     flip_bit(tmp_path / "doc" / PAYLOAD, chunk_range(made.manifest, 1, range(4)).start)
     with pytest.raises(CorruptChunk):
@@ -151,7 +149,7 @@ def test_a_corrupt_chunk_of_the_source_is_not_kept_in_the_disk_tier(made: Made, 
     assert disk.stats().resident_bytes == 0
 
 
-def test_ranks_share_a_disk_tier_without_mixing_their_heads(made: Made, tmp_path: Path) -> None:
+def test_ranks_share_a_disk_tier_without_mixing_their_heads(made, tmp_path):
     disk = DiskCache(tmp_path / "cache", 1 << 20)
     for _ in range(2):
         for rank in range(2):
@@ -160,9 +158,7 @@ def test_ranks_share_a_disk_tier_without_mixing_their_heads(made: Made, tmp_path
     assert disk.stats().hits == 2
 
 
-def test_no_load_waits_for_the_disk_tier_and_what_it_has_no_time_for_is_not_kept(
-    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_load_waits_for_the_disk_tier_and_what_it_has_no_time_for_is_not_kept(made, tmp_path, monkeypatch):
     disk, away = DiskCache(tmp_path / "cache", 1 << 20), threading.Event()
     write = disk.write
     monkeypatch.setattr(disk, "write", lambda *arguments: away.wait(60) and write(*arguments))
@@ -180,7 +176,7 @@ def test_no_load_waits_for_the_disk_tier_and_what_it_has_no_time_for_is_not_kept
     assert _disk_file(disk, made, 0).read_bytes() == heads_bytes(made.kv[:, :, :16])
 
 
-def test_no_more_than_a_limit_is_allocated_to_cut_chunks_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_than_a_limit_is_allocated_to_cut_chunks_from(tmp_path, monkeypatch):
     made = make_artifact(tmp_path / "doc", positions=POSITIONS, kv_heads=4, chunk_tokens=POSITIONS)
     assert _load(_loader(made, 16), made, tmp_path / "doc", 1) is not None
     monkeypatch.setattr("lmcache_cartridge.memory.loader.MAX_SCRATCH_BYTES", made.manifest.payload_bytes // 2)
@@ -236,9 +232,7 @@ _DAMAGE = {
 
 @pytest.mark.parametrize("engine", [16, 32])
 @pytest.mark.parametrize("damage", _DAMAGE)
-def test_every_damage_has_its_own_error_that_names_cartridge_chunk_and_file(
-    made: Made, tmp_path: Path, damage: str, engine: int
-) -> None:
+def test_every_damage_has_its_own_error_that_names_cartridge_chunk_and_file(made, tmp_path, damage, engine):
     expected, spoil = _DAMAGE[damage]
     spoil(made, tmp_path / "doc")
     with pytest.raises(expected) as caught:
@@ -266,7 +260,7 @@ class _Flaky(_Counting):
         super().read_into(location, file, where, out, damage)
 
 
-def test_a_chunk_damaged_on_its_way_is_fetched_once_more_and_no_oftener(made: Made, tmp_path: Path) -> None:
+def test_a_chunk_damaged_on_its_way_is_fetched_once_more_and_no_oftener(made, tmp_path):
     source = _Flaky(bad=1)
     loader = _loader(made, 16, source=source)
     assert _load(loader, made, tmp_path / "doc", 1).numpy().tobytes() == heads_bytes(made.kv[:, :, 16:32])
@@ -280,9 +274,7 @@ def test_a_chunk_damaged_on_its_way_is_fetched_once_more_and_no_oftener(made: Ma
     assert len(source.reads) == 2
 
 
-def test_nan_is_looked_for_once_for_each_of_the_last_cartridges(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nan_is_looked_for_once_for_each_of_the_last_cartridges(tmp_path, monkeypatch):
     monkeypatch.setattr(loader_module, "_MAX_FINITE", 2)
     looked: list[int] = []
     monkeypatch.setattr(check, "is_finite", lambda part, dtype: looked.append(len(part)) or is_finite(part, dtype))
@@ -300,9 +292,7 @@ def test_nan_is_looked_for_once_for_each_of_the_last_cartridges(
 
 @pytest.mark.parametrize("layout", sorted(VIEWS))
 @pytest.mark.parametrize("rotating", [(0, 1, 2, 3), (1, 3)])
-def test_stages_have_together_what_one_engine_has_in_a_chain_too(
-    tmp_path: Path, layout: str, rotating: tuple[int, ...]
-) -> None:
+def test_stages_have_together_what_one_engine_has_in_a_chain_too(tmp_path, layout, rotating):
     """Layers that rotate are known by their number in the model, whichever stage has them."""
     rope = msgspec.structs.replace(make_rope(), pairing="half", layers=rotating)
     model, root = msgspec.structs.replace(make_fingerprint(layers=4), rope=(rope,)), tmp_path / "doc"

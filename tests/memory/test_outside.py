@@ -171,12 +171,12 @@ class World:
 
 
 @pytest.fixture
-def s3_kind() -> str:
+def s3_kind():
     return "moto"
 
 
 @pytest.fixture
-def world(home: Home, s3_credentials: MotoServer, bucket: str, monkeypatch: pytest.MonkeyPatch) -> World:
+def world(home, s3_credentials, bucket, monkeypatch):
     monkeypatch.setattr(entries, "_KEPT_FROM", 1)  # as if there were thousands
     monkeypatch.setattr(loads, "STALLED_S", 0.3)
     monkeypatch.setitem(Workers.__init__.__kwdefaults__, "stalled_s", 0.3)  # type: ignore[misc]
@@ -212,9 +212,7 @@ def recovers(store: CartridgeStore, world: World) -> None:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_beside_what_hangs_all_else_is_served_and_a_store_closes(
-    world: World, place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_beside_what_hangs_all_else_is_served_and_a_store_closes(world, place, monkeypatch):
     fault, store, other = Fault(PLACES[place], monkeypatch), world.open(), world.open()
     world.serve(store, "resident")
     relieve, relieved = store.cpu.relieve, Counter[str]()
@@ -233,9 +231,7 @@ def test_beside_what_hangs_all_else_is_served_and_a_store_closes(
 @pytest.mark.parametrize(
     ("kind", "place"), [*((Bug, place) for place in PLACES), *((FullDisk, place) for place in WRITTEN)]
 )
-def test_an_error_costs_its_own_cartridge_and_is_told(
-    world: World, place: str, kind: type[Fault], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_costs_its_own_cartridge_and_is_told(world, place, kind, monkeypatch):
     fault, store, before = kind(PLACES[place], monkeypatch), world.open(), noted()
     world.serve(store, "resident")
     with fault.on():
@@ -250,7 +246,7 @@ def test_an_error_costs_its_own_cartridge_and_is_told(
 
 
 @pytest.mark.parametrize("place", AT_START)
-def test_a_store_starts_beside_what_hangs(world: World, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_starts_beside_what_hangs(world, place, monkeypatch):
     fault = Fault(AT_START[place], monkeypatch)
     with fault.on():
         store = world.open(known=3)

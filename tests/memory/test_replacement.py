@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from chunks import one_by_one
@@ -25,7 +23,7 @@ SLOT, CHUNKS, REQUESTS = 64, 3, 6000
 
 
 @pytest.fixture(scope="module")
-def benchmark() -> Iterator[ModuleType]:
+def benchmark():
     path = str(Path(__file__).parents[2] / "benchmarks")
     sys.path.insert(0, path)
     yield importlib.import_module("replacement")
@@ -63,9 +61,7 @@ WANTED = [
 
 
 @pytest.mark.parametrize(("name", "least", "lru"), WANTED)
-def test_hits_are_near_the_clairvoyant_optimum_and_an_lru_s_are_not(
-    benchmark: ModuleType, name: str, least: float, lru: float
-) -> None:
+def test_hits_are_near_the_clairvoyant_optimum_and_an_lru_s_are_not(benchmark, name, least, lru):
     load = next(load for load in benchmark.loads(REQUESTS) if load.name == name)
     best = benchmark.optimum(load)
     assert benchmark.found(load, benchmark.Ours(load.room)) >= least * best
@@ -73,7 +69,7 @@ def test_hits_are_near_the_clairvoyant_optimum_and_an_lru_s_are_not(
 
 
 @pytest.mark.parametrize("name", ["Zipf 1.0, 20 on 5", "a third scans, 20 on 5", "a loop, 20 on 5", "others after 100"])
-def test_the_tier_hits_exactly_as_often_as_the_simulation(benchmark: ModuleType, name: str) -> None:
+def test_the_tier_hits_exactly_as_often_as_the_simulation(benchmark, name):
     load = next(load for load in benchmark.loads(800) if load.name == name)
     simulated, tier = benchmark.Ours(CHUNKS * load.room), _tier(CHUNKS * load.room)
     for turn, number in enumerate(load.requests):
@@ -82,7 +78,7 @@ def test_the_tier_hits_exactly_as_often_as_the_simulation(benchmark: ModuleType,
     tier.close()
 
 
-def test_a_cartridge_leaves_whole_before_another_loses_a_chunk() -> None:
+def test_a_cartridge_leaves_whole_before_another_loses_a_chunk():
     tier = _tier(12)
     for digest in "aabbcc":
         _ask(tier, digest, 4)
@@ -99,7 +95,7 @@ def test_a_cartridge_leaves_whole_before_another_loses_a_chunk() -> None:
     tier.close()
 
 
-def test_a_cartridge_larger_than_memory_ends_nothing() -> None:
+def test_a_cartridge_larger_than_memory_ends_nothing():
     tier = _tier(4)
     for _ in range(3):
         assert tier.lease(_keys("a", 9), 30) == 4
@@ -114,7 +110,7 @@ def test_a_cartridge_larger_than_memory_ends_nothing() -> None:
     slots=st.integers(1, 12),
     uses=st.lists(st.tuples(st.sampled_from("abcdefgh"), st.integers(1, 9)), max_size=120),
 )
-def test_any_uses_leave_an_order_of_all_that_is_there(slots: int, uses: list[tuple[str, int]]) -> None:
+def test_any_uses_leave_an_order_of_all_that_is_there(slots, uses):
     replacement, here = Replacement(slots), dict[str, int]()
     for digest, chunks in uses:
         replacement.use(digest, chunks, is_here=here.get(digest, 0) >= chunks)
@@ -132,7 +128,7 @@ def test_any_uses_leave_an_order_of_all_that_is_there(slots: int, uses: list[tup
             replacement.gone(victim)
 
 
-def test_what_is_remembered_does_not_grow_with_all_cartridges_ever_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_remembered_does_not_grow_with_all_cartridges_ever_used(monkeypatch):
     monkeypatch.setattr(module, "_REMEMBERED", 50)
     replacement = Replacement(3)
     for number in range(5000):
@@ -150,7 +146,7 @@ def test_what_is_remembered_does_not_grow_with_all_cartridges_ever_used(monkeypa
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_a_miss_in_full_memory_costs_the_same_however_much_is_there(whole: bool) -> None:
+def test_a_miss_in_full_memory_costs_the_same_however_much_is_there(whole):
     costs = []
     for cartridges in (100, 10_000):
         tier = _tier(cartridges)

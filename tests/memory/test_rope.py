@@ -63,7 +63,7 @@ def _made(directory: Path, config: PreTrainedConfig) -> CausalModel:
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[CausalModel, str, int]:
+def made(request, tmp_path_factory):
     config, pairing, rotary_dim = MODELS[request.param]
     return _made(tmp_path_factory.mktemp("model"), config()), pairing, rotary_dim
 
@@ -88,7 +88,7 @@ def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.float() - expected.float()).norm() / expected.float().norm())
 
 
-def test_keys_of_a_random_model_of_every_supported_kind_are_moved_exactly(made: tuple[CausalModel, str, int]) -> None:
+def test_keys_of_a_random_model_of_every_supported_kind_are_moved_exactly(made):
     model, pairing, rotary_dim = made
     (rope,) = model.fingerprint.rope
     assert (rope.pairing, rope.rotary_dim) == (pairing, rotary_dim)
@@ -99,7 +99,7 @@ def test_keys_of_a_random_model_of_every_supported_kind_are_moved_exactly(made: 
         assert _error(shift_keys(keys, model.fingerprint, offset), there) < FP32_NOISE
 
 
-def test_the_wrong_pairs_or_no_shift_are_far_off(made: tuple[CausalModel, str, int]) -> None:
+def test_the_wrong_pairs_or_no_shift_are_far_off(made):
     model, pairing, _ = made
     wrong = "half" if pairing == "interleaved" else "interleaved"
     keys, _ = _made_at(model, list(range(5, 205)), 0)
@@ -110,7 +110,7 @@ def test_the_wrong_pairs_or_no_shift_are_far_off(made: tuple[CausalModel, str, i
     assert _error(shift_keys(keys, model.fingerprint, 1001), there) > 5000 * FP32_NOISE, "one position beside"
 
 
-def test_a_latent_vector_before_a_rotary_key_is_copied_bit_for_bit() -> None:
+def test_a_latent_vector_before_a_rotary_key_is_copied_bit_for_bit():
     keys = torch.randn(2, 5, 1, 80, generator=torch.Generator().manual_seed(0)).bfloat16()
     rope = msgspec.structs.replace(make_rope(), pairing="interleaved", layers=(0, 1))
     moved = shift_keys(keys, msgspec.structs.replace(_of(rope), latent=16), 9)
@@ -119,14 +119,14 @@ def test_a_latent_vector_before_a_rotary_key_is_copied_bit_for_bit() -> None:
     assert _error(moved[..., 16:], keys[..., 16:]) > 0.5
 
 
-def test_no_offset_returns_the_same_numbers_in_a_tensor_of_its_own() -> None:
+def test_no_offset_returns_the_same_numbers_in_a_tensor_of_its_own():
     keys = torch.randn(2, 5, 64)
     moved = shift_keys(keys, _of(), 0)
     assert torch.equal(moved, keys)
     assert moved.data_ptr() != keys.data_ptr()
 
 
-def test_keys_of_a_model_without_rotary_embedding_are_not_moved(tmp_path: Path) -> None:
+def test_keys_of_a_model_without_rotary_embedding_are_not_moved(tmp_path):
     config = OPTConfig(
         **{k: v for k, v in NEOX.items() if k != "intermediate_size"}, ffn_dim=96, word_embed_proj_dim=64
     )
@@ -136,7 +136,7 @@ def test_keys_of_a_model_without_rotary_embedding_are_not_moved(tmp_path: Path) 
         shift_keys(torch.zeros(2, 5, 64), _of(*rope), 1)
 
 
-def test_keys_of_layers_that_do_not_rotate_are_copied_bit_for_bit() -> None:
+def test_keys_of_layers_that_do_not_rotate_are_copied_bit_for_bit():
     keys = torch.randn(3, 2, 5, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
     rope = msgspec.structs.replace(make_rope(), pairing="half", layers=(0, 2))
     moved = shift_keys(keys, _of(rope), 9)
@@ -154,7 +154,7 @@ def test_keys_of_layers_that_do_not_rotate_are_copied_bit_for_bit() -> None:
         ({"pairing": None, "layers": (0, 1)}, "rotate together"),
     ],
 )
-def test_keys_are_not_moved_where_it_is_not_known_how(known: dict, reason: str) -> None:
+def test_keys_are_not_moved_where_it_is_not_known_how(known, reason):
     rope = msgspec.structs.replace(make_rope(), **known)
     with pytest.raises(UnsupportedModel, match=reason):
         shift_keys(torch.zeros(2, 5, 64), _of(rope), 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -42,7 +41,7 @@ def _assert_not_served(store: CartridgeStore, prompt: Prompt, made: Made | None 
         assert found is None or (made and found == heads_bytes(made.kv[:, :, chunk * CHUNK : (chunk + 1) * CHUNK]))
 
 
-def test_what_is_not_trusted_yet_loads_and_answers_nothing(home: Home) -> None:
+def test_what_is_not_trusted_yet_loads_and_answers_nothing(home):
     """So that it is in memory by the time that the engine was tried with it, or its damage is known."""
     made = home.make(positions=64)
     prompt, store = prompt_for(home, made), home.open(settings={"plain_prompts": "trusted"})
@@ -65,7 +64,7 @@ _ENGINES = {
 
 
 @pytest.mark.parametrize("field", _ENGINES)
-def test_a_cartridge_of_another_model_is_refused_by_the_field_that_differs(home: Home, field: str) -> None:
+def test_a_cartridge_of_another_model_is_refused_by_the_field_that_differs(home, field):
     made = home.make()
     store = home.open(fingerprint=msgspec.structs.replace(make_fingerprint(), **_ENGINES[field]))
     assert store.names() == []
@@ -77,7 +76,7 @@ def test_a_cartridge_of_another_model_is_refused_by_the_field_that_differs(home:
     _assert_not_served(store, prompt_for(home, made))
 
 
-def test_other_weights_are_served_where_the_setting_accepts_them_and_nothing_else_is(home: Home) -> None:
+def test_other_weights_are_served_where_the_setting_accepts_them_and_nothing_else_is(home):
     made, accept = home.make(), {"accept_weights": True}
     for changes in ({"weights_digest": "00" * 32}, {"quantisation": "online fp8"}):
         engine = msgspec.structs.replace(make_fingerprint(), **changes)
@@ -88,7 +87,7 @@ def test_other_weights_are_served_where_the_setting_accepts_them_and_nothing_els
     assert list(home.open(fingerprint=engine, settings=accept).refused()) == ["doc@1"]
 
 
-def test_a_cartridge_whose_fingerprint_differs_by_rounding_or_ignorance_is_served(home: Home) -> None:
+def test_a_cartridge_whose_fingerprint_differs_by_rounding_or_ignorance_is_served(home):
     made = home.make()
     rope = msgspec.structs.replace(make_rope(), inv_freq=tuple(f * (1 + 1e-7) for f in make_rope().inv_freq))
     engine = msgspec.structs.replace(make_fingerprint(), rope=(rope,), weights_digest=None)
@@ -104,7 +103,7 @@ def _corrupt(home: Home, made: Made, name: str, chunk: int) -> None:
 
 
 @pytest.mark.parametrize("chunk", [0, 2, 3])
-def test_a_corrupt_cartridge_is_quarantined_and_the_others_are_served(home: Home, chunk: int) -> None:
+def test_a_corrupt_cartridge_is_quarantined_and_the_others_are_served(home, chunk):
     bad, good = home.make("bad", seed=1), home.make("good", seed=2)
     store, prompt = home.open(settings=ONE_AT_A_TIME), prompt_for(home, bad, "bad")
     _corrupt(home, bad, "bad", chunk)
@@ -120,7 +119,7 @@ def test_a_corrupt_cartridge_is_quarantined_and_the_others_are_served(home: Home
     assert elsewhere.reason(good.manifest.digest) is None
 
 
-def test_a_quarantine_that_cannot_be_noted_holds_in_this_process(home: Home) -> None:
+def test_a_quarantine_that_cannot_be_noted_holds_in_this_process(home):
     made = home.make()
     (home.path / "quarantine").write_text("not a directory")
     store, prompt = home.open(), prompt_for(home, made)._replace(tag=made.manifest.digest)
@@ -132,7 +131,7 @@ def test_a_quarantine_that_cannot_be_noted_holds_in_this_process(home: Home) -> 
     assert store.cpu.stats().loading == 0, "a load hangs"
 
 
-def test_what_a_lookup_promised_is_delivered_after_a_quarantine_and_nothing_else(home: Home) -> None:
+def test_what_a_lookup_promised_is_delivered_after_a_quarantine_and_nothing_else(home):
     made = home.make()
     store, prompt = home.open(settings=ONE_AT_A_TIME), prompt_for(home, made)
     _corrupt(home, made, "doc", 2)
@@ -144,9 +143,7 @@ def test_what_a_lookup_promised_is_delivered_after_a_quarantine_and_nothing_else
 
 
 @pytest.mark.parametrize("also_manifest", [False, True])
-def test_an_artefact_replaced_while_it_is_served_is_quarantined(
-    home: Home, tmp_path: Path, also_manifest: bool
-) -> None:
+def test_an_artefact_replaced_while_it_is_served_is_quarantined(home, tmp_path, also_manifest):
     made = home.make()
     ids = load_token_ids(made.manifest, home.root()).tolist()
     make_artifact(tmp_path / "other", positions=72, seed=5, token_ids=ids)
@@ -160,7 +157,7 @@ def test_an_artefact_replaced_while_it_is_served_is_quarantined(
 
 
 @pytest.mark.parametrize("chunk", [0, 1, 2, 3])
-def test_a_trained_cartridge_with_one_corrupt_chunk_answers_nothing_at_all(home: Home, chunk: int) -> None:
+def test_a_trained_cartridge_with_one_corrupt_chunk_answers_nothing_at_all(home, chunk):
     made = home.make(kind="trained", positions=64)
     store, prompt = home.open(), prompt_for(home, made)
     _corrupt(home, made, "doc", chunk)
@@ -171,7 +168,7 @@ def test_a_trained_cartridge_with_one_corrupt_chunk_answers_nothing_at_all(home:
     assert f"chunk {chunk}," in store.refused()["doc@1"]
 
 
-def test_part_of_a_trained_cartridge_is_not_answered(home: Home) -> None:
+def test_part_of_a_trained_cartridge_is_not_answered(home):
     made = home.make(kind="trained", positions=64)
     store, prompt = home.open(), prompt_for(home, made)
     for count in range(4):
@@ -180,7 +177,7 @@ def test_part_of_a_trained_cartridge_is_not_answered(home: Home) -> None:
     assert_served(store, made, prompt)
 
 
-def test_a_document_that_memory_cannot_hold_is_served_as_far_as_it_goes(home: Home) -> None:
+def test_a_document_that_memory_cannot_hold_is_served_as_far_as_it_goes(home):
     made = home.make(positions=64)
     store, prompt = home.open(chunks=3), prompt_for(home, made)
     assert_served(store, made, prompt._replace(whole=3))
@@ -188,7 +185,7 @@ def test_a_document_that_memory_cannot_hold_is_served_as_far_as_it_goes(home: Ho
 
 
 @pytest.mark.parametrize("tag", [None, "", "00" * 32])
-def test_the_ids_of_a_trained_cartridge_give_nothing_without_its_tag(home: Home, tag: str | None) -> None:
+def test_the_ids_of_a_trained_cartridge_give_nothing_without_its_tag(home, tag):
     made = home.make(kind="trained", positions=64)
     store, prompt = home.open(), prompt_for(home, made)
     _assert_not_served(store, prompt._replace(tag=tag))
@@ -196,7 +193,7 @@ def test_the_ids_of_a_trained_cartridge_give_nothing_without_its_tag(home: Home,
     _assert_not_served(store, prompt._replace(tag=tag))
 
 
-def test_two_trained_cartridges_of_the_same_ids_are_told_apart_by_their_tags(home: Home) -> None:
+def test_two_trained_cartridges_of_the_same_ids_are_told_apart_by_their_tags(home):
     ids = make_ids(64, 3)
     for seed, name in enumerate(("one", "other")):
         home.make(name, kind="trained", positions=64, token_ids=ids, seed=seed)
@@ -207,7 +204,7 @@ def test_two_trained_cartridges_of_the_same_ids_are_told_apart_by_their_tags(hom
         assert_served(store, made._replace(kv=kv), prompt_for(home, made, name))
 
 
-def test_a_trained_cartridge_is_refused_where_the_engine_computes_what_it_cannot_load(home: Home) -> None:
+def test_a_trained_cartridge_is_refused_where_the_engine_computes_what_it_cannot_load(home):
     trained, plain = home.make("trained", kind="trained", positions=64, seed=1), home.make("plain", seed=2)
     store = home.open(allow_trained=False)
     assert "needs kv_load_failure_policy: fail" in store.refused()["trained@1"]
@@ -215,7 +212,7 @@ def test_a_trained_cartridge_is_refused_where_the_engine_computes_what_it_cannot
     assert_served(store, plain, prompt_for(home, plain, "plain"))
 
 
-def test_a_source_that_is_away_for_a_while_is_a_miss_and_then_served_again(home: Home) -> None:
+def test_a_source_that_is_away_for_a_while_is_a_miss_and_then_served_again(home):
     made = home.make()
     store, prompt = home.open(), prompt_for(home, made)
     away = home.payload().rename(home.path / "away")
@@ -240,7 +237,7 @@ def _alike(home: Home) -> tuple[Made, Made]:
     )
 
 
-def test_documents_that_begin_alike_are_served_when_the_newer_one_is_corrupt(home: Home) -> None:
+def test_documents_that_begin_alike_are_served_when_the_newer_one_is_corrupt(home):
     older, newer = _alike(home)
     store, prompt = home.open(), prompt_for(home, older, "older")
     _corrupt(home, newer, "zz-newer", 0)
@@ -249,7 +246,7 @@ def test_documents_that_begin_alike_are_served_when_the_newer_one_is_corrupt(hom
     assert_served(store, older, prompt)
 
 
-def test_serving_changes_no_artefact_and_no_registry(home: Home) -> None:
+def test_serving_changes_no_artefact_and_no_registry(home):
     made = home.make()
     before = files_under(home.path)
     assert_served(home.open(), made, prompt_for(home, made))
@@ -257,25 +254,25 @@ def test_serving_changes_no_artefact_and_no_registry(home: Home) -> None:
     assert set(changed) == {"quarantine/plain/withdrawn", f"quarantine/plain/{made.manifest.digest}"}, "who answered"
 
 
-def test_a_budget_that_holds_no_chunk_is_refused_at_the_start(home: Home) -> None:
+def test_a_budget_that_holds_no_chunk_is_refused_at_the_start(home):
     with pytest.raises(OverBudget, match=f"at least {CHUNK_BYTES}"):
         CartridgeStore(Settings(home=home.path, cpu_bytes=CHUNK_BYTES - 1), make_engine(make_fingerprint()), Trust)
 
 
-def test_a_registry_that_cannot_be_read_is_refused_at_the_start(home: Home) -> None:
+def test_a_registry_that_cannot_be_read_is_refused_at_the_start(home):
     home.registry.path.write_bytes(b"no database" * 1000)
     with pytest.raises(RegistryError):
         home.open()
 
 
-def test_after_closing_everything_is_a_miss(home: Home) -> None:
+def test_after_closing_everything_is_a_miss(home):
     made = home.make()
     store, prompt = home.open(), prompt_for(home, made)
     store.close()
     _assert_not_served(store, prompt)
 
 
-def test_a_chain_with_a_corrupt_member_answers_nothing_not_even_its_sound_part(home: Home) -> None:
+def test_a_chain_with_a_corrupt_member_answers_nothing_not_even_its_sound_part(home):
     fingerprint = make_fingerprint(rope=msgspec.structs.replace(make_rope(), pairing="half"))
     first = home.make("first", kind="trained", positions=4 * CHUNK, seed=1, fingerprint=fingerprint)
     second = home.make("second", positions=4 * CHUNK, seed=2, fingerprint=fingerprint)
@@ -297,9 +294,7 @@ def test_a_chain_with_a_corrupt_member_answers_nothing_not_even_its_sound_part(h
     assert store.lookup(hashes, first.manifest.digest) == 4, "by itself the sound one is served"
 
 
-def test_chunks_of_a_chain_that_was_forgotten_meanwhile_are_still_lent_and_released(
-    home: Home, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunks_of_a_chain_that_was_forgotten_meanwhile_are_still_lent_and_released(home, monkeypatch):
     made = {name: home.make(name, positions=4 * CHUNK, seed=seed) for seed, name in enumerate("ab")}
     prompts = {name: prompt_for(home, made[name], name) for name in made}
     tags = {name: made[name].manifest.digest for name in made}
@@ -318,9 +313,7 @@ def test_chunks_of_a_chain_that_was_forgotten_meanwhile_are_still_lent_and_relea
 
 @pytest.mark.parametrize("layout", [*sorted(VIEWS), "vec/8", "amx/16/blocks"])
 @pytest.mark.parametrize("positions", [13, 72, 79])
-def test_the_tail_of_a_trained_cartridge_is_lent_whole_while_it_is_claimed(
-    home: Home, positions: int, layout: str
-) -> None:
+def test_the_tail_of_a_trained_cartridge_is_lent_whole_while_it_is_claimed(home, positions, layout):
     made = home.make(kind="trained", positions=positions, chunk_tokens=64)
     store, prompt, digest = home.open(layout=layout), prompt_for(home, made), made.manifest.digest
     claim = store.claim(digest, {})
@@ -335,7 +328,7 @@ def test_the_tail_of_a_trained_cartridge_is_lent_whole_while_it_is_claimed(
     claim.close()
 
 
-def test_what_has_no_tail_lends_none(home: Home) -> None:
+def test_what_has_no_tail_lends_none(home):
     prefill, trained = home.make("a", positions=72), home.make("b", kind="trained", positions=64, seed=2)
     store = home.open()
     assert [store.tail(made.manifest.digest) for made in (prefill, trained)] == [None, None]

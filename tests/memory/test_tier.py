@@ -9,7 +9,6 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -79,17 +78,17 @@ def _held(tier: MemoryTier, keys: list[ChunkKey]) -> list[int]:
 
 
 @pytest.fixture
-def loads() -> _Loads:
+def loads():
     return _Loads()
 
 
 @pytest.fixture
-def clock() -> Clock:
+def clock():
     return Clock()
 
 
 @pytest.fixture
-def open_tier(loads: _Loads, clock: Clock) -> Callable[..., MemoryTier]:
+def open_tier(loads, clock):
     """Return a function that opens a tier of so many slots, which is checked and closed at the end."""
     opened = []
 
@@ -107,7 +106,7 @@ def open_tier(loads: _Loads, clock: Clock) -> Callable[..., MemoryTier]:
         check(tier)
 
 
-def test_a_deadline_returns_what_is_there_while_loading_goes_on(open_tier: Callable, loads: _Loads) -> None:
+def test_a_deadline_returns_what_is_there_while_loading_goes_on(open_tier, loads):
     tier, keys = open_tier(8, clock=time.monotonic), _keys("a", 3)
     loads.held[keys[1]] = threading.Event()
     assert tier.lease(keys, 0.1) == 1
@@ -119,7 +118,7 @@ def test_a_deadline_returns_what_is_there_while_loading_goes_on(open_tier: Calla
     assert set(loads.counts.values()) == {1}
 
 
-def test_a_chunk_on_its_way_is_not_evicted(open_tier: Callable, loads: _Loads) -> None:
+def test_a_chunk_on_its_way_is_not_evicted(open_tier, loads):
     tier, key = open_tier(1, clock=time.monotonic), ChunkKey("a", 0)
     loads.held[key] = threading.Event()
     assert tier.lease([key], 0) == 0
@@ -131,7 +130,7 @@ def test_a_chunk_on_its_way_is_not_evicted(open_tier: Callable, loads: _Loads) -
     assert tier.resident([key]) == 1
 
 
-def test_sixteen_that_want_a_cartridge_at_once_cause_one_load_a_chunk(open_tier: Callable, loads: _Loads) -> None:
+def test_sixteen_that_want_a_cartridge_at_once_cause_one_load_a_chunk(open_tier, loads):
     tier, keys = open_tier(8, clock=time.monotonic), _keys("a", 5)
     loads.pause_s = 0.02
     runs = []
@@ -141,7 +140,7 @@ def test_sixteen_that_want_a_cartridge_at_once_cause_one_load_a_chunk(open_tier:
     assert [sum(tier.release(key) for _ in range(17)) for key in keys] == [16] * 5
 
 
-def test_what_a_lookup_waits_with_stays_however_long_it_waits(open_tier: Callable, loads: _Loads) -> None:
+def test_what_a_lookup_waits_with_stays_however_long_it_waits(open_tier, loads):
     tier, keys, runs = open_tier(2, clock=time.monotonic, lease_s=0.05), _keys("a", 2), []
     assert tier.lease(keys[:1], 5) == 1
     loads.held[keys[1]] = threading.Event()
@@ -305,7 +304,7 @@ TestAnySequenceOfCallsKeepsTheBooksRight.settings = settings(
 )
 
 
-def test_a_hold_tries_what_failed_again_after_a_growing_pause(open_tier: Callable, loads: _Loads, clock: Clock) -> None:
+def test_a_hold_tries_what_failed_again_after_a_growing_pause(open_tier, loads, clock):
     tier, keys = open_tier(4), _keys("a", 2)
     loads.broken = {keys[1]}
     with tier.hold(keys, whole=True) as hold:
@@ -329,8 +328,8 @@ def test_a_hold_tries_what_failed_again_after_a_growing_pause(open_tier: Callabl
 @pytest.mark.parametrize("kind", ["hold", "loan"])
 @pytest.mark.parametrize("how", ["close", "drop"])
 def test_a_hold_ends_while_its_tier_is_locked_by_another_thread_and_is_counted_before_anything_else(
-    open_tier: Callable, kind: str, how: str
-) -> None:
+    open_tier, kind, how
+):
     """A garbage collection comes anywhere, and LMCache releases chunk by chunk: each would wait for whoever else retrieves."""
     tier, keys = open_tier(2), _keys("a", 2)
     assert tier.lease(keys, 5) == 2 and all(map(tier.release, keys))
@@ -353,9 +352,7 @@ def test_a_hold_ends_while_its_tier_is_locked_by_another_thread_and_is_counted_b
     assert (tier.stats().lent, tier.stats().held) == (0, 2)
 
 
-def test_a_reservation_that_is_closed_while_it_grows_holds_nothing(
-    open_tier: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reservation_that_is_closed_while_it_grows_holds_nothing(open_tier, monkeypatch):
     tier, keys = open_tier(4), _keys("a", 4)
     hold, keep = tier.hold(keys), tier._keep
     monkeypatch.setattr(tier, "_keep", lambda entries: (hold.close(), keep(entries)))
@@ -365,7 +362,7 @@ def test_a_reservation_that_is_closed_while_it_grows_holds_nothing(
     assert tier.lease(_keys("b", 4), 5) == 4
 
 
-def test_slow_chunks_keep_no_others_waiting(loads: _Loads) -> None:
+def test_slow_chunks_keep_no_others_waiting(loads):
     tier = MemoryTier(
         SLOT, 8 * SLOT, one_by_one(loads), threads=1, slow_threads=1, is_slow=lambda digest: digest == "slow"
     )
@@ -380,7 +377,7 @@ def test_slow_chunks_keep_no_others_waiting(loads: _Loads) -> None:
     tier.close()
 
 
-def test_a_lease_that_ran_out_is_not_the_one_that_is_released(open_tier: Callable, clock: Clock) -> None:
+def test_a_lease_that_ran_out_is_not_the_one_that_is_released(open_tier, clock):
     tier, (key,) = open_tier(1), _keys("a", 1)
     assert tier.lease([key], 5) == 1
     clock.now += 60
@@ -391,7 +388,7 @@ def test_a_lease_that_ran_out_is_not_the_one_that_is_released(open_tier: Callabl
 
 
 @pytest.mark.parametrize(("budget", "slots"), [(100, 1), (199, 1), (200, 2), (1050, 10)])
-def test_a_tier_has_as_many_slots_as_its_budget_holds_whole(loads: _Loads, budget: int, slots: int) -> None:
+def test_a_tier_has_as_many_slots_as_its_budget_holds_whole(loads, budget, slots):
     tier = MemoryTier(100, budget, one_by_one(loads))
     assert (tier.slots, tier.budget_bytes) == (slots, 100 * slots)
     assert tier.lease(_keys("a", 20), 10) == slots
@@ -399,7 +396,7 @@ def test_a_tier_has_as_many_slots_as_its_budget_holds_whole(loads: _Loads, budge
 
 
 @pytest.mark.parametrize("size", [96, 8192])
-def test_chunks_do_not_overlap_and_those_of_whole_pages_begin_at_a_page(loads: _Loads, size: int) -> None:
+def test_chunks_do_not_overlap_and_those_of_whole_pages_begin_at_a_page(loads, size):
     tier, keys = MemoryTier(size, 5 * size, one_by_one(lambda key, out: out.fill_(key.chunk))), _keys("a", 5)
     assert tier.lease(keys, 10) == 5
     for key, loan in zip(keys, tier.lend(keys), strict=True):
@@ -427,7 +424,7 @@ class _Halves(ChunkSource):
         out.fill_(int(data[0]) + piece.where)
 
 
-def test_what_several_chunks_are_made_of_is_read_once_and_fails_them_all(open_tier: Callable, loads: _Loads) -> None:
+def test_what_several_chunks_are_made_of_is_read_once_and_fails_them_all(open_tier, loads):
     tier, keys = open_tier(9, source=_Halves(loads)), _keys("a", 6)
     loads.broken.add(ChunkKey("a", 1))
     assert tier.lease(keys, 10) == 2
@@ -466,7 +463,7 @@ class _Twice(ChunkSource):
         slot.copy_(room)
 
 
-def test_where_a_chunk_was_put_together_is_given_back_once_it_is_resident(open_tier: Callable, loads: _Loads) -> None:
+def test_where_a_chunk_was_put_together_is_given_back_once_it_is_resident(open_tier, loads):
     """Or the tier has twice its bytes."""
     source = _Twice(loads)
     tier, keys = open_tier(4, source=source), _keys("a", 4)
@@ -477,9 +474,7 @@ def test_where_a_chunk_was_put_together_is_given_back_once_it_is_resident(open_t
 
 
 @pytest.mark.parametrize("source", [one_by_one, _Twice])
-def test_what_nobody_holds_any_more_and_no_thread_has_begun_with_gives_its_room_away(
-    open_tier: Callable, loads: _Loads, source: Callable
-) -> None:
+def test_what_nobody_holds_any_more_and_no_thread_has_begun_with_gives_its_room_away(open_tier, loads, source):
     """A cartridge whose place hangs, claimed and let go, once took all of memory; a chain may want a piece twice."""
     tier, hung = open_tier(4, source=source(loads), threads=1, clock=time.monotonic), _keys("hung", 4)
     loads.held = {key: threading.Event() for key in hung}
@@ -498,7 +493,7 @@ def test_what_nobody_holds_any_more_and_no_thread_has_begun_with_gives_its_room_
     assert sum(loads.counts[key] for key in hung) == 1
 
 
-def test_closing_loads_nothing_that_no_thread_has_begun_with(open_tier: Callable, loads: _Loads) -> None:
+def test_closing_loads_nothing_that_no_thread_has_begun_with(open_tier, loads):
     tier, keys = open_tier(8, threads=1, clock=time.monotonic), _keys("a", 8)
     loads.held = {keys[0]: threading.Event()}
     assert tier.lease(keys, 0) == 0
@@ -510,9 +505,7 @@ def test_closing_loads_nothing_that_no_thread_has_begun_with(open_tier: Callable
 
 
 @pytest.mark.parametrize("place", ["pieces", "read", "put", "finish"])
-def test_a_bug_in_loading_fails_its_chunks_and_hangs_nobody(
-    open_tier: Callable, loads: _Loads, place: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_bug_in_loading_fails_its_chunks_and_hangs_nobody(open_tier, loads, place, caplog):
     def broken(*_: object) -> NoReturn:
         raise ZeroDivisionError("oops")
 
@@ -551,7 +544,7 @@ tier.close()
 """
 
 
-def test_loading_starts_no_threads_that_the_engine_would_wait_for() -> None:
+def test_loading_starts_no_threads_that_the_engine_would_wait_for():
     """More OpenMP threads than cores, idle ones too, slow every operation of a CPU engine down."""
     told = subprocess.run(
         [sys.executable, "-c", _LOADS_BIG_TENSORS],
@@ -564,9 +557,7 @@ def test_loading_starts_no_threads_that_the_engine_would_wait_for() -> None:
     assert told.stdout.split() == ["2", "2"], "two that load, and the engine's team as it was"
 
 
-def test_reads_that_hang_keep_no_other_cartridge_waiting_and_take_no_further_threads(
-    open_tier: Callable, loads: _Loads, clock: Clock
-) -> None:
+def test_reads_that_hang_keep_no_other_cartridge_waiting_and_take_no_further_threads(open_tier, loads, clock):
     tier, hung, others = open_tier(16, threads=2), _keys("hung", 6), _keys("b", 4)
     loads.held = {key: threading.Event() for key in hung}
     assert tier.lease(hung, 0) == 0
@@ -601,9 +592,7 @@ class _Cuda:
         return 0
 
 
-def test_memory_is_locked_to_the_page_and_unlocked_when_the_last_view_of_it_has_gone(
-    loads: _Loads, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_is_locked_to_the_page_and_unlocked_when_the_last_view_of_it_has_gone(loads, monkeypatch):
     """PyTorch's allocator would lock a power of two of it."""
     cuda = _Cuda()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
@@ -622,9 +611,7 @@ def test_memory_is_locked_to_the_page_and_unlocked_when_the_last_view_of_it_has_
     until(lambda: gc.collect() >= 0 and not cuda.locked)
 
 
-def test_memory_that_cannot_be_locked_is_used_all_the_same(
-    loads: _Loads, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_memory_that_cannot_be_locked_is_used_all_the_same(loads, monkeypatch, caplog):
     monkeypatch.setattr(torch.cuda, "cudart", lambda: _Cuda(code=2))
     tier = MemoryTier(SLOT, 4 * SLOT, one_by_one(loads), pin_memory=True)
     with tier.load(_keys("a", 1), 20)[0] as loan:

@@ -63,9 +63,7 @@ def _kv(dtype: str, tokens: int, size: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("isa", "dtype", "block", "size"), CASES)
-def test_a_packed_chunk_is_what_vllm_writes_and_in_blocks_the_memory_itself(
-    isa: str, dtype: str, block: int, size: int
-) -> None:
+def test_a_packed_chunk_is_what_vllm_writes_and_in_blocks_the_memory_itself(isa, dtype, block, size):
     kv = _kv(dtype, 3 * block, size)
     kind, blocks = "vec" if isa == "vec16" else isa, _blocks(isa, kv, block)
     packed, in_blocks = (_bytes(kv, tiles.layout(kind, block, blocks=whole)) for whole in (False, True))
@@ -73,7 +71,7 @@ def test_a_packed_chunk_is_what_vllm_writes_and_in_blocks_the_memory_itself(
     assert torch.equal(in_blocks, blocks.flatten().view(torch.uint8))
 
 
-def test_tiles_for_amx_lie_as_they_are_described() -> None:
+def test_tiles_for_amx_lie_as_they_are_described():
     """Held against the description, number by number: where vLLM has no op for them nothing else tests it."""
     block, size, kv = 32, 64, _kv("bfloat16", 64, 64)
     tiled = _bytes(kv, tiles.layout("amx", block, blocks=True)).view(kv.dtype).view(LAYERS, 2, HEADS, 2, -1)
@@ -88,7 +86,7 @@ def test_tiles_for_amx_lie_as_they_are_described() -> None:
 
 @pytest.mark.parametrize("blocks", [False, True])
 @pytest.mark.parametrize(("isa", "dtype", "block", "size"), CASES[::5])
-def test_what_was_packed_can_be_unpacked(isa: str, dtype: str, block: int, size: int, blocks: bool) -> None:
+def test_what_was_packed_can_be_unpacked(isa, dtype, block, size, blocks):
     kv = _kv(dtype, 3 * block, size)
     name = tiles.layout("vec" if isa == "vec16" else isa, block, blocks=blocks)
     packed = _bytes(kv, name)
@@ -98,7 +96,7 @@ def test_what_was_packed_can_be_unpacked(isa: str, dtype: str, block: int, size:
 
 
 @pytest.mark.parametrize(("name", "tokens", "size"), [("vec/128", 192, 64), ("amx/32", 64, 40), ("amx/24", 48, 64)])
-def test_what_is_no_whole_tiles_is_refused(name: str, tokens: int, size: int) -> None:
+def test_what_is_no_whole_tiles_is_refused(name, tokens, size):
     shape = _shape(_kv("bfloat16", tokens, size))
     assert not tiles.fits(shape, name)
     with pytest.raises(RuntimeError):
@@ -107,7 +105,7 @@ def test_what_is_no_whole_tiles_is_refused(name: str, tokens: int, size: int) ->
         tiles.unpack(torch.zeros(shape.size_bytes, dtype=torch.uint8), shape, f"{name}/blocks")
 
 
-def test_names_of_tiles_are_told_from_layouts_that_are_views() -> None:
+def test_names_of_tiles_are_told_from_layouts_that_are_views():
     assert tiles.is_tiled(tiles.layout("vec", 128))
     assert tiles.is_tiled(tiles.layout("amx", 32, blocks=True))
     assert tiles.layout("vec", 128, blocks=True) == "vec/128/blocks"

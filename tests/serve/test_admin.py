@@ -5,8 +5,6 @@ from __future__ import annotations
 import io
 import json
 import urllib.request
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
 
@@ -25,7 +23,7 @@ NAMES = ["a@1", "b@1", "c@1", "d@1", "e@1"]
 
 
 @pytest.fixture
-def watched(tmp_path: Path) -> Iterator[Watched]:
+def watched(tmp_path):
     watched = Watched(tmp_path, device=False)
     for seed, name in enumerate(NAMES):
         watched.make(name.partition("@")[0], positions=2 * CHUNK, seed=seed)
@@ -35,7 +33,7 @@ def watched(tmp_path: Path) -> Iterator[Watched]:
 
 
 @pytest.fixture
-def url(watched: Watched) -> Iterator[str]:
+def url(watched):
     with serving(watched) as url:
         yield url
 
@@ -49,7 +47,7 @@ def _names(answer: dict[str, Any]) -> list[str]:
     return [f"{row['id']}@{row['version']}" for row in answer["data"]]
 
 
-def test_pages_one_after_the_other_are_the_whole_list_in_order(url: str) -> None:
+def test_pages_one_after_the_other_are_the_whole_list_in_order(url):
     whole = _get(url)
     assert _names(whole) == [*NAMES[:1], "alien@1", *NAMES[1:]]
     assert (whole["has_more"], whole["last_id"]) == (False, "e@1")
@@ -66,16 +64,14 @@ def test_pages_one_after_the_other_are_the_whole_list_in_order(url: str) -> None
 
 
 @pytest.mark.parametrize("query", ["?limit=0", "?limit=1001", "?limit=x", "?active=x", f"?after={'a' * 1025}"])
-def test_a_query_that_makes_no_sense_is_the_clients_fault(url: str, query: str) -> None:
+def test_a_query_that_makes_no_sense_is_the_clients_fault(url, query):
     with pytest.raises(HTTPError) as caught:
         _get(url, query)
     assert caught.value.code == 422
     caught.value.close()
 
 
-def test_active_are_those_of_which_something_is_held_wherever_they_stand_in_the_list(
-    watched: Watched, url: str
-) -> None:
+def test_active_are_those_of_which_something_is_held_wherever_they_stand_in_the_list(watched, url):
     assert _names(_get(url, "?active=true")) == []
     rows = {row.name: row for row in Registry(watched.settings.registry_path).all()}
     claims = [store.claim(rows["d@1"].digest, {}) for store in watched.stores]
@@ -98,7 +94,7 @@ def test_active_are_those_of_which_something_is_held_wherever_they_stand_in_the_
     assert _get(url)["claims"] == {"open": 0, "oldest_s": 0.0}
 
 
-def test_states_tell_the_quarantined_from_the_refused(watched: Watched, url: str) -> None:
+def test_states_tell_the_quarantined_from_the_refused(watched, url):
     quarantine = Quarantine(watched.settings.quarantine_dir)
     digest = next(row.digest for row in Registry(watched.settings.registry_path).all() if row.name == "a@1")
     quarantine.put(digest, "its bytes are wrong")
@@ -110,9 +106,7 @@ def test_states_tell_the_quarantined_from_the_refused(watched: Watched, url: str
         quarantine.lift(digest)
 
 
-def test_why_the_registry_cannot_be_read_is_answered_and_logged(
-    watched: Watched, url: str, vllm_log: pytest.LogCaptureFixture
-) -> None:
+def test_why_the_registry_cannot_be_read_is_answered_and_logged(watched, url, vllm_log):
     path = watched.settings.registry_path
     path.write_bytes(b"no database" * 1000)
     for query in ("", "/a"):
@@ -125,7 +119,7 @@ def test_why_the_registry_cannot_be_read_is_answered_and_logged(
         vllm_log.clear()
 
 
-def test_top_shows_what_is_active_beyond_the_first_page(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_top_shows_what_is_active_beyond_the_first_page(watched, monkeypatch):
     monkeypatch.setattr(admin, "_PAGE_ROWS", 2)
     digest = next(row.digest for row in Registry(watched.settings.registry_path).all() if row.name == "d@1")
     watched.stores[0].pin(digest)
@@ -142,7 +136,7 @@ def test_top_shows_what_is_active_beyond_the_first_page(watched: Watched, monkey
 
 
 @pytest.mark.parametrize("action", ["preload", "pin", "unpin", "evict", "explode"])
-def test_nothing_can_be_changed_over_http_unless_that_is_switched_on(url: str, action: str) -> None:
+def test_nothing_can_be_changed_over_http_unless_that_is_switched_on(url, action):
     with pytest.raises(HTTPError) as caught:
         urllib.request.urlopen(urllib.request.Request(f"{url}/v1/cartridges/a/{action}", method="POST"))
     assert caught.value.code == 403

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Coroutine
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +18,6 @@ from faulty_proxy import Answer as Sent
 from faulty_proxy import FaultyProxy, Handler, sound
 from homes import CHUNK, STILL, Home, read
 from making import make_artifact, make_fingerprint
-from s3 import S3Server
 from waiting import until
 
 with quietly():
@@ -31,19 +30,18 @@ from lmcache_cartridge.artifact.manifest import Provenance
 from lmcache_cartridge.artifact.reading import MANIFEST, PAYLOAD
 from lmcache_cartridge.artifact.writing import ArtifactWriter
 from lmcache_cartridge.engine.control import ControlServer
-from lmcache_cartridge.memory.store import CartridgeStore
 from lmcache_cartridge.serve.request import Reference, Refusal
 from lmcache_cartridge.settings import from_mapping
 
 
 @pytest.fixture
-def store(home: Home) -> CartridgeStore:
+def store(home):
     home.make("hot", kind="trained", positions=4 * CHUNK)
     return home.open(settings=STILL)
 
 
 @pytest.fixture
-def serve(home: Home, store: CartridgeStore) -> Iterator[Callable[..., Admission]]:
+def serve(home, store):
     """Return a function that starts the admission of an API server over the store."""
     server, opened = ControlServer(lambda: store), []
 
@@ -66,7 +64,7 @@ def serve(home: Home, store: CartridgeStore) -> Iterator[Callable[..., Admission
     threading.Thread(target=server.close).start()
 
 
-def test_ranks_that_share_a_store_are_asked_once(tmp_path: Path) -> None:
+def test_ranks_that_share_a_store_are_asked_once(tmp_path):
     """As those of latent attention do in multiprocess mode, whose workers all name the one adapter's socket."""
     one, other = (str(tmp_path / name) for name in ("one", "other"))
     for path in (one, other):
@@ -106,9 +104,7 @@ async def _status(admission: Admission, *ids: str, **options: Any) -> int:
 
 
 @pytest.mark.parametrize("when", ["before the worker has it", "after the worker has it"])
-def test_a_client_that_leaves_while_the_worker_is_asked_leaves_no_claim(
-    serve: Callable, store: CartridgeStore, monkeypatch: pytest.MonkeyPatch, when: str
-) -> None:
+def test_a_client_that_leaves_while_the_worker_is_asked_leaves_no_claim(serve, store, monkeypatch, when):
     admission, asked, go_on = serve(), threading.Event(), threading.Event()
     claim = store.claim
 
@@ -136,7 +132,7 @@ def test_a_client_that_leaves_while_the_worker_is_asked_leaves_no_claim(
     assert store.cpu.stats().held == 0
 
 
-def test_hundreds_that_leave_at_any_moment_leave_nothing(serve: Callable, store: CartridgeStore, home: Home) -> None:
+def test_hundreds_that_leave_at_any_moment_leave_nothing(serve, store, home):
     admission = serve()
     home.make("large", kind="trained", positions=16 * CHUNK, seed=4)  # with all of the memory held by nobody it fits
     store.refresh()
@@ -162,9 +158,7 @@ def test_hundreds_that_leave_at_any_moment_leave_nothing(serve: Callable, store:
 
 @pytest.mark.parametrize("file", [MANIFEST, "token_ids.npy", PAYLOAD])
 @pytest.mark.parametrize("registered", [True, False])
-def test_a_fifo_in_the_place_of_a_file_is_not_read_and_keeps_nobody_waiting(
-    serve: Callable, store: CartridgeStore, home: Home, file: str, registered: bool
-) -> None:
+def test_a_fifo_in_the_place_of_a_file_is_not_read_and_keeps_nobody_waiting(serve, store, home, file, registered):
     admission = serve(ready_timeout_s=5)
     root = home.path / "roots" / "doc"
     make_artifact(root, cartridge_id="doc", positions=5 * CHUNK)  # whose ids have a file of their own
@@ -180,7 +174,7 @@ def test_a_fifo_in_the_place_of_a_file_is_not_read_and_keeps_nobody_waiting(
         assert "doc@1" in store.refused()
 
 
-def test_a_version_without_its_payload_is_computed_or_the_one_before_it_answers(serve: Callable, home: Home) -> None:
+def test_a_version_without_its_payload_is_computed_or_the_one_before_it_answers(serve, home):
     admission = serve()
     for kind in ("prefill", "trained"):
         for version in (1, 2):
@@ -222,15 +216,13 @@ class _Hanging:
 
 
 @pytest.fixture
-def hanging(home: Home, monkeypatch: pytest.MonkeyPatch) -> Iterator[_Hanging]:
+def hanging(home, monkeypatch):
     hanging = _Hanging(home, monkeypatch)
     yield hanging
     hanging.go_on.set()
 
 
-def test_artefacts_that_hang_take_a_thread_for_each_location_and_no_other_requests_time(
-    serve: Callable, hanging: _Hanging
-) -> None:
+def test_artefacts_that_hang_take_a_thread_for_each_location_and_no_other_requests_time(serve, hanging):
     admission = serve(max_reads=3)
 
     async def live() -> None:
@@ -252,16 +244,14 @@ def test_artefacts_that_hang_take_a_thread_for_each_location_and_no_other_reques
     _run(live())
 
 
-def test_a_manifest_that_is_not_read_in_time_is_a_503(serve: Callable, hanging: _Hanging) -> None:
+def test_a_manifest_that_is_not_read_in_time_is_a_503(serve, hanging):
     admission = serve(ready_timeout_s=0.5, max_reads=1)
     assert [_run(_status(admission, hanging.root(n))) for n in (0, 0, 1)] == [503] * 3
     assert len(hanging.waiting) == 1
     assert _run(_status(serve(), "hot")) == 200
 
 
-def test_two_dozen_slow_manifests_on_s3_hold_up_no_other(
-    serve: Callable, home: Home, s3_credentials: S3Server, bucket: str
-) -> None:
+def test_two_dozen_slow_manifests_on_s3_hold_up_no_other(serve, home, s3_credentials, bucket):
     """More than there are connections for chunks."""
     go_on, waiting, asked = threading.Event(), set(), []
     for path in home.root("hot").iterdir():
@@ -290,9 +280,7 @@ def test_two_dozen_slow_manifests_on_s3_hold_up_no_other(
         _run(live(serve(buckets=[bucket], s3_endpoint_url=proxy.endpoint, disk_dir=home.path / "cache")))
 
 
-def test_a_worker_whose_read_hangs_serves_others_and_goes_on_with_it_later(
-    store: CartridgeStore, home: Home, hanging: _Hanging
-) -> None:
+def test_a_worker_whose_read_hangs_serves_others_and_goes_on_with_it_later(store, home, hanging):
     hanging.go_on.set()
     digests = [reading.load_manifest(Path(hanging.root(n))).digest for n in range(2)]
     hanging.go_on.clear()
@@ -320,9 +308,7 @@ def test_a_worker_whose_read_hangs_serves_others_and_goes_on_with_it_later(
 # What a client may have dropped.
 
 
-def test_force_redownload_drops_what_is_in_memory_for_administrators_only(
-    serve: Callable, store: CartridgeStore, home: Home
-) -> None:
+def test_force_redownload_drops_what_is_in_memory_for_administrators_only(serve, store, home):
     home.make("other", positions=2 * CHUNK, seed=2)
     store.refresh()
     plain, admin = serve(), serve(admin=True)
@@ -348,12 +334,12 @@ def _text(home: Home, name: str, layers: int = 3) -> None:
 
 
 @pytest.mark.parametrize("admin", [True, False])
-def test_a_cartridge_without_kv_may_be_asked_for_afresh(serve: Callable, home: Home, admin: bool) -> None:
+def test_a_cartridge_without_kv_may_be_asked_for_afresh(serve, home, admin):
     _text(home, "text")
     _run(_admit(serve(admin=admin), "text", force_redownload=True))
 
 
-def test_token_ids_of_another_model_are_refused_alone_and_in_a_chain(serve: Callable, home: Home) -> None:
+def test_token_ids_of_another_model_are_refused_alone_and_in_a_chain(serve, home):
     home.make("kv")
     _text(home, "text")
     _text(home, "stranger", layers=5)
@@ -366,9 +352,7 @@ def test_token_ids_of_another_model_are_refused_alone_and_in_a_chain(serve: Call
         assert caught.value.status == 409
 
 
-def test_servers_make_the_same_salts_with_one_secret_and_others_without(
-    serve: Callable[..., Admission], tmp_path: Path
-) -> None:
+def test_servers_make_the_same_salts_with_one_secret_and_others_without(serve, tmp_path):
     (tmp_path / "secret").write_text("s" * 40)
     shared = [serve(salt_secret_file=str(tmp_path / "secret")).secret for _ in range(2)]
     assert shared[0] == shared[1] == b"s" * 40

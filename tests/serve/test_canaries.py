@@ -81,7 +81,7 @@ class Engine:
 
 
 @pytest.fixture
-def store(home: Home, request: pytest.FixtureRequest) -> CartridgeStore:
+def store(home, request):
     """With True as parameter `a` and `doc` are of other weights than the engine's, which are accepted."""
     accepts = getattr(request, "param", False)
     for seed, (name, kind) in enumerate({"a": "trained", "b": "trained", "doc": "prefill", "plain": "trained"}.items()):
@@ -103,7 +103,7 @@ def _outcome(admission: Admission, name: str) -> str | None:
 
 
 @pytest.fixture
-def run(serve: Callable[..., Admission]) -> Run:  # noqa: F811
+def run(serve):  # noqa: F811
     """Return a function that runs a coroutine of a admission and its engine."""
 
     def run(work: Callable[[Admission, Engine], Any], **settings: Any) -> Any:
@@ -139,7 +139,7 @@ async def _look(admission: Admission) -> None:
         await trying
 
 
-def test_the_engine_is_asked_once_as_requests_ask_it(run: Run, home: Home) -> None:
+def test_the_engine_is_asked_once_as_requests_ask_it(run, home):
     async def work(admission: Admission, engine: Engine) -> None:
         assert [await _ask(admission, "a") for _ in range(3)] == ["kv"] * 3
         [(prompt, params)] = engine.asked
@@ -158,7 +158,7 @@ def test_the_engine_is_asked_once_as_requests_ask_it(run: Run, home: Home) -> No
     run(work)
 
 
-def test_requests_that_come_together_share_one_canary(run: Run) -> None:
+def test_requests_that_come_together_share_one_canary(run):
     async def work(admission: Admission, engine: Engine) -> None:
         engine.may_answer.clear()
         asking = [asyncio.create_task(_ask(admission, "a")) for _ in range(20)]
@@ -173,7 +173,7 @@ def test_requests_that_come_together_share_one_canary(run: Run) -> None:
     run(work)
 
 
-def test_one_that_fails_is_set_aside_on_this_engine_alone(run: Run, store: CartridgeStore, home: Home) -> None:
+def test_one_that_fails_is_set_aside_on_this_engine_alone(run, store, home):
     async def work(admission: Admission, engine: Engine) -> None:
         a, doc = [(await admission.resolve([Reference(id=name)])).tag for name in ("a", "doc")]
         engine.wrong = {a, doc}
@@ -191,7 +191,7 @@ def test_one_that_fails_is_set_aside_on_this_engine_alone(run: Run, store: Cartr
 
 
 @pytest.mark.parametrize("why", ["error", "computed", "late"])
-def test_one_that_could_not_be_asked_is_no_pass_and_asked_again(run: Run, why: str) -> None:
+def test_one_that_could_not_be_asked_is_no_pass_and_asked_again(run, why):
     async def work(admission: Admission, engine: Engine) -> None:
         assert await _ask(admission, "plain") == "kv"
         if why == "error":
@@ -209,7 +209,7 @@ def test_one_that_could_not_be_asked_is_no_pass_and_asked_again(run: Run, why: s
     run(work, ready_timeout_s=1.0 if why == "late" else 60.0)
 
 
-def test_what_is_not_in_memory_is_not_tried(run: Run, home: Home) -> None:
+def test_what_is_not_in_memory_is_not_tried(run, home):
     async def work(admission: Admission, engine: Engine) -> None:
         home.payload("doc").unlink()
         assert [await _ask(admission, "doc") for _ in range(2)] == ["document"] * 2
@@ -218,7 +218,7 @@ def test_what_is_not_in_memory_is_not_tried(run: Run, home: Home) -> None:
     run(work)
 
 
-def test_the_later_ones_of_a_chain_are_asked_behind_themselves(run: Run) -> None:
+def test_the_later_ones_of_a_chain_are_asked_behind_themselves(run):
     async def work(admission: Admission, engine: Engine) -> None:
         a, b = [await admission.resolve([Reference(id=name)]) for name in ("a", "b")]
         assert await _ask(admission, "a", "b") == "kv"
@@ -239,9 +239,7 @@ def test_the_later_ones_of_a_chain_are_asked_behind_themselves(run: Run) -> None
     ("trained", None, 96, (512, 512)), ("trained", 448, 96, None), ("trained", 448, 64, (448, 448)),
     ("trained", 496, 96, (496, 496)), ("trained", 576, 64, None),
 ])  # fmt: skip
-def test_behind_itself_what_is_whole_or_injected_is_asked_after(
-    kind: str, reach: int | None, chunk: int, prefix: tuple[int, int] | None
-) -> None:
+def test_behind_itself_what_is_whole_or_injected_is_asked_after(kind, reach, chunk, prefix):
     canary = msgspec.structs.replace(CANARY, behind_positions=reach)
     manifest = SimpleNamespace(positions=256, canary=canary, kind=kind)
     alone, behind = (Trial(manifest, None, place) for place in (0, 1))
@@ -249,7 +247,7 @@ def test_behind_itself_what_is_whole_or_injected_is_asked_after(
     assert alone.prefix(chunk) == (256, 256 if kind == "trained" else 256 // chunk * chunk)
 
 
-def test_the_setting_switches_it_off_or_requires_it(run: Run) -> None:
+def test_the_setting_switches_it_off_or_requires_it(run):
     async def off(admission: Admission, engine: Engine) -> None:
         assert [await _ask(admission, name) for name in ("a", "plain")] == ["kv", "kv"]
         assert engine.asked == []
@@ -263,9 +261,7 @@ def test_the_setting_switches_it_off_or_requires_it(run: Run) -> None:
 
 @pytest.mark.parametrize("store", [True], indirect=True)
 @pytest.mark.parametrize("canary", [True, "required"])
-def test_what_accepted_weights_change_is_said_and_blocks_nothing_unless_canaries_are_required(
-    run: Run, home: Home, store: CartridgeStore, canary: Any
-) -> None:
+def test_what_accepted_weights_change_is_said_and_blocks_nothing_unless_canaries_are_required(run, home, store, canary):
     """`a` and `doc` are of other weights, `b` of the engine's own: what is wrong there is wrong."""
     hashes = _hashes(home, "doc")
 
@@ -287,7 +283,7 @@ def test_what_accepted_weights_change_is_said_and_blocks_nothing_unless_canaries
 
 
 @pytest.mark.parametrize("store", [True], indirect=True)
-def test_no_weights_make_logprobs_that_are_no_numbers(run: Run, store: CartridgeStore) -> None:
+def test_no_weights_make_logprobs_that_are_no_numbers(run, store):
     async def work(admission: Admission, engine: Engine) -> None:
         a = (await admission.resolve([Reference(id="a")])).tag
         engine.wrong, engine.off = {a}, float("nan")
@@ -297,9 +293,7 @@ def test_no_weights_make_logprobs_that_are_no_numbers(run: Run, store: Cartridge
     run(work, accept_weights=True)
 
 
-def test_where_the_context_has_no_room_for_it_a_chain_is_served_as_it_is(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_the_context_has_no_room_for_it_a_chain_is_served_as_it_is(run, monkeypatch):
     short = SimpleNamespace(**vars(Engine.model_config) | {"max_model_len": 4 * CHUNK + 8})
     monkeypatch.setattr(Engine, "model_config", short)
 
@@ -311,9 +305,7 @@ def test_where_the_context_has_no_room_for_it_a_chain_is_served_as_it_is(
 
 
 @pytest.mark.parametrize("fate", ["passed", "failed", "late", "off"])
-def test_prompts_that_carry_a_documents_text_get_its_kv_once_the_engine_was_tried_with_it(
-    run: Run, store: CartridgeStore, home: Home, fate: str
-) -> None:
+def test_prompts_that_carry_a_documents_text_get_its_kv_once_the_engine_was_tried_with_it(run, store, home, fate):
     digest, hashes = load_manifest(home.root("doc")).digest, _hashes(home, "doc", *range(CHUNK))
 
     async def work(admission: Admission, engine: Engine) -> None:
@@ -336,7 +328,7 @@ def test_prompts_that_carry_a_documents_text_get_its_kv_once_the_engine_was_trie
     run(work, canary=fate != "off")
 
 
-def test_one_without_a_canary_answers_those_that_name_it_alone(run: Run, store: CartridgeStore, home: Home) -> None:
+def test_one_without_a_canary_answers_those_that_name_it_alone(run, store, home):
     home.make("bare", positions=4 * CHUNK, seed=9, fingerprint=SHAPE)
     store.refresh()
     manifest = load_manifest(home.root("bare"))
@@ -355,9 +347,7 @@ def test_one_without_a_canary_answers_those_that_name_it_alone(run: Run, store: 
 
 
 @pytest.mark.parametrize("copy_first", [True, False])
-def test_a_copy_whose_canary_is_wrong_takes_the_sound_one_not_with_it(
-    run: Run, store: CartridgeStore, home: Home, copy_first: bool
-) -> None:
+def test_a_copy_whose_canary_is_wrong_takes_the_sound_one_not_with_it(run, store, home, copy_first):
     """The digest does not cover the canary, so both have one."""
     ids = load_token_ids(load_manifest(home.root("doc")), home.root("doc")).tolist()
     home.make("copy", positions=4 * CHUNK, seed=2, fingerprint=SHAPE, token_ids=ids)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,12 +46,12 @@ class Held:
 
 
 @pytest.fixture
-def clock() -> Clock:
+def clock():
     return Clock()
 
 
 @pytest.fixture
-def http(clock: Clock) -> Iterator[tuple[Held, httpx.Client]]:
+def http(clock):
     held = Held(Drain(10, clock))
     with listening(held.app) as url, httpx.Client(base_url=url, timeout=60) as client:
         yield held, client
@@ -63,7 +62,7 @@ def _statuses(client: httpx.Client) -> list[int]:
     return [client.get("/health").status_code, client.post("/v1/completions").status_code]
 
 
-def test_it_is_unhealthy_at_once_and_refuses_after_the_grace(http: tuple[Held, httpx.Client], clock: Clock) -> None:
+def test_it_is_unhealthy_at_once_and_refuses_after_the_grace(http, clock):
     _, client = http
     assert _statuses(client) == [200, 200]
     told = client.post("/v1/cartridges/drain")
@@ -81,7 +80,7 @@ def test_it_is_unhealthy_at_once_and_refuses_after_the_grace(http: tuple[Held, h
     assert _statuses(client) == [200, 200]
 
 
-def test_what_runs_is_counted_finished_and_waited_for(http: tuple[Held, httpx.Client], clock: Clock) -> None:
+def test_what_runs_is_counted_finished_and_waited_for(http, clock):
     held, client = http
     answers: list[httpx.Response] = []
     asking = threading.Thread(target=lambda: answers.append(client.post("/v1/completions?held=true")))
@@ -101,7 +100,7 @@ def test_what_runs_is_counted_finished_and_waited_for(http: tuple[Held, httpx.Cl
     assert not ending.is_alive() and answers[0].json() == "an answer"
 
 
-def test_it_waits_no_longer_than_it_may(clock: Clock) -> None:
+def test_it_waits_no_longer_than_it_may(clock):
     drain = Drain(0, clock)
     assert drain.enter()
     ending = threading.Thread(target=drain.wait, args=(5,))
@@ -113,7 +112,7 @@ def test_it_waits_no_longer_than_it_may(clock: Clock) -> None:
     assert not ending.is_alive()
 
 
-def test_only_an_administrator_drains() -> None:
+def test_only_an_administrator_drains():
     drain = Drain(0)
     with listening(Held(drain, admin=False).app) as url:
         assert httpx.post(f"{url}/v1/cartridges/drain").status_code == 403
@@ -130,7 +129,7 @@ class _Engine:
         self.calls.append(timeout)
 
 
-def test_what_vllm_stops_first_waits_once() -> None:
+def test_what_vllm_stops_first_waits_once():
     engine, waits = _Engine(), []
     before_shutdown(engine, waits.append)
     engine.shutdown(timeout=60)
@@ -139,7 +138,7 @@ def test_what_vllm_stops_first_waits_once() -> None:
     assert (waits, engine.calls) == ([60], [60, 60, None])
 
 
-def test_a_dead_engine_is_not_waited_for() -> None:
+def test_a_dead_engine_is_not_waited_for():
     engine, waits = _Engine(), []
     before_shutdown(engine, waits.append)
     engine.errored = True
@@ -147,6 +146,6 @@ def test_a_dead_engine_is_not_waited_for() -> None:
     assert (waits, engine.calls) == ([], [0])
 
 
-def test_an_engine_that_cannot_be_told_to_wait_is_refused() -> None:
+def test_an_engine_that_cannot_be_told_to_wait_is_refused():
     with pytest.raises(UnsupportedEngine, match="shutdown"):
         before_shutdown(SimpleNamespace(), lambda seconds: None)

@@ -33,7 +33,7 @@ SHAPE = make_fingerprint(rope=msgspec.structs.replace(make_rope(), pairing="half
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def place(tmp_path_factory):
     """Two artefacts and a file, in no registry."""
     root = tmp_path_factory.mktemp("artefacts")
     for seed, name in enumerate("ab"):
@@ -45,7 +45,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(tmp_path, monkeypatch):
     """A process that nobody has configured."""
     for name in [name for name in os.environ if name.startswith("LMCACHE_")]:
         monkeypatch.delenv(name)
@@ -82,7 +82,7 @@ ROUTERS: list[tuple[Any, list[tuple[dict[str, Any], Any]]]] = [
 
 @pytest.mark.parametrize("as_list", [False, True])
 @pytest.mark.parametrize(("router", "asked"), ROUTERS)
-def test_names_are_had_by_the_field_and_as_the_router_says(place: Path, as_list: bool, router: Any, asked: Any) -> None:
+def test_names_are_had_by_the_field_and_as_the_router_says(place, as_list, router, asked):
     pairs = {"first": str(place / "a"), "second": str(place / "b")}
     given = [{"cartridge_id": name, "path": path} for name, path in pairs.items()] if as_list else pairs
     extra = {"cartridges": given} | ({"router": router} if router else {})
@@ -95,7 +95,7 @@ def test_names_are_had_by_the_field_and_as_the_router_says(place: Path, as_list:
         assert caught.value.status == 404
 
 
-def test_one_path_or_name_is_everybodys_cartridge(place: Path) -> None:
+def test_one_path_or_name_is_everybodys_cartridge(place):
     extra = {"cartridge_path": str(place / "a")}
     assert from_forms(extra) == {
         "roots": [str(place / "a")], "router": "static", "static": {"*": str(place / "a")}
@@ -106,9 +106,7 @@ def test_one_path_or_name_is_everybodys_cartridge(place: Path) -> None:
         names(place, extra, {"cartridges": [str(place / "b")]})
 
 
-def test_a_relative_path_is_taken_against_the_working_directory_once(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_relative_path_is_taken_against_the_working_directory_once(place, monkeypatch):
     monkeypatch.chdir(place)
     values = from_forms({"cartridge_path": "x.pt"})
     assert values == from_forms({"cartridge_path": str(place / "x.pt")})
@@ -117,12 +115,12 @@ def test_a_relative_path_is_taken_against_the_working_directory_once(
     assert Router(settings).choose({}, None, "m", None)[0].id == str(place / "x.pt")
 
 
-def test_remote_paths_are_the_only_ones_of_their_bucket(place: Path) -> None:
+def test_remote_paths_are_the_only_ones_of_their_bucket(place):
     values = from_forms({"cartridges": {"here": str(place / "a"), "there": REMOTE}, "cartridge.buckets": ["other"]})
     assert (values["roots"], values["buckets"]) == ([str(place / "a")], ["other", "bucket/team/b"])
 
 
-def test_cartridge_id_as_the_label_field_passes_the_gate_and_is_refused_where_it_means_nothing() -> None:
+def test_cartridge_id_as_the_label_field_passes_the_gate_and_is_refused_where_it_means_nothing():
     labelled, body = gated(router="label", label_field="cartridge_id"), {"cartridge_id": "a"}
     for path in ("/v1/completions", "/v1/chat/completions", "/v1/messages"):
         assert post(labelled, path, json=body).status_code == 200
@@ -170,7 +168,7 @@ def _at(value: Any, place: Path) -> Any:
 
 
 @pytest.mark.parametrize(("extra", "problem"), WRONG, ids=lambda value: json.dumps(value)[:40])
-def test_what_is_wrong_is_refused_by_name(place: Path, extra: dict[str, Any], problem: str) -> None:
+def test_what_is_wrong_is_refused_by_name(place, extra, problem):
     with pytest.raises(SettingsError, match=problem) as caught:
         from_forms(_at(extra, place))
     assert str(caught.value).startswith(EXTRA)
@@ -193,9 +191,7 @@ _values = st.recursive(
         _values,
     )
 )
-def test_whatever_is_written_is_settings_or_refused_and_names_nothing_but_what_was_given(
-    place: Path, extra: dict[str, Any]
-) -> None:
+def test_whatever_is_written_is_settings_or_refused_and_names_nothing_but_what_was_given(place, extra):
     extra = _at(extra, place)
     try:
         settings = from_mapping(from_forms(extra))
@@ -208,7 +204,7 @@ def test_whatever_is_written_is_settings_or_refused_and_names_nothing_but_what_w
         assert settings.static == {"*": str(Path(extra["cartridge_path"]))} or settings.static["*"].startswith("s3://")
 
 
-def test_every_process_writes_the_same_yaml_and_reads_its_settings_there(place: Path, home: Path) -> None:
+def test_every_process_writes_the_same_yaml_and_reads_its_settings_there(place, home):
     transfer = {
         EXTRA: {"cartridge_path": str(place / "a"), "cartridge.cpu_bytes": "2GiB", "cartridge.request_api": "on"}
     }
@@ -222,15 +218,13 @@ def test_every_process_writes_the_same_yaml_and_reads_its_settings_there(place: 
     assert [written.stat().st_mtime_ns] == [path.stat().st_mtime_ns for path in (home / "run").iterdir()] == [before]
 
 
-def test_a_transfer_configuration_without_forms_changes_nothing(home: Path) -> None:
+def test_a_transfer_configuration_without_forms_changes_nothing(home):
     for transfer in (None, "no json", {}, {EXTRA: None}, {EXTRA: {"lmcache.x": 1, "cartridge.control": "/s"}}):
         assert configure(transfer) is None
     assert (VARIABLE in os.environ, home.exists()) == (False, False)
 
 
-def test_forms_beside_a_yaml_or_in_a_home_that_cannot_be_written_are_refused(
-    place: Path, home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_forms_beside_a_yaml_or_in_a_home_that_cannot_be_written_are_refused(place, home, monkeypatch):
     forms = {EXTRA: {"cartridge_path": str(place / "a")}}
     with monkeypatch.context() as patched:
         patched.setenv(VARIABLE, "/etc/lmcache.yaml")
@@ -242,9 +236,7 @@ def test_forms_beside_a_yaml_or_in_a_home_that_cannot_be_written_are_refused(
         configure(forms)
 
 
-def test_kv_both_saves_only_where_something_names_a_place(
-    place: Path, home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kv_both_saves_only_where_something_names_a_place(place, home, monkeypatch):
     extra = {"cartridge_path": str(place / "a"), "lmcache.chunk_size": 128}
     for more, environment, idle in (
         ({}, {}, True),
@@ -261,7 +253,7 @@ def test_kv_both_saves_only_where_something_names_a_place(
             os.environ.pop(VARIABLE)
 
 
-def test_an_object_of_vllms_is_read_as_its_json(place: Path) -> None:
+def test_an_object_of_vllms_is_read_as_its_json(place):
     class Transfer:
         kv_connector_extra_config = {"cartridge_path": "/x"}
 
@@ -272,7 +264,7 @@ def test_an_object_of_vllms_is_read_as_its_json(place: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["in-process", "multiprocess"])
-def test_serve_puts_the_forms_into_what_it_writes(place: Path, home: Path, mode: Any) -> None:
+def test_serve_puts_the_forms_into_what_it_writes(place, home, mode):
     extra = {"cartridges": {"x": str(place / "a")}, "router": {"type": "label", "field": "cartridge_id"}, "other": 1}
     given = ["--kv-transfer-config", json.dumps({"kv_role": "kv_both", EXTRA: extra})]
     made = plan("m", from_mapping({"home": home, "roots": ["/srv"]}), mode=mode, vllm_args=given)
@@ -287,9 +279,7 @@ def test_serve_puts_the_forms_into_what_it_writes(place: Path, home: Path, mode:
     assert (made.environment.get(SKIP_SAVING) == "1") is (mode == "in-process"), "nothing names a place to save in"
 
 
-def test_memory_of_lmcaches_server_is_for_the_largest_that_the_forms_name(
-    place: Path, home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_of_lmcaches_server_is_for_the_largest_that_the_forms_name(place, home, monkeypatch):
     asked: list[int] = []
     size = launch.l1_size_bytes
     monkeypatch.setattr(launch, "l1_size_bytes", lambda largest: (asked.append(largest), size(largest))[1])
@@ -299,13 +289,13 @@ def test_memory_of_lmcaches_server_is_for_the_largest_that_the_forms_name(
     assert asked == [0, load_manifest(place / "a").payload_bytes]
 
 
-def test_serve_refuses_what_is_given_twice(place: Path, home: Path) -> None:
+def test_serve_refuses_what_is_given_twice(place, home):
     given = ["--kv-transfer-config", json.dumps({EXTRA: {"cartridge_path": str(place / "a")}})]
     with pytest.raises(SettingsError, match="router is given as a setting"):
         plan("m", from_mapping({"home": home, "router": "label"}), vllm_args=given)
 
 
-def test_kv_both_with_nothing_to_save_in_is_no_reason_to_refuse_a_pipeline(home: Path) -> None:
+def test_kv_both_with_nothing_to_save_in_is_no_reason_to_refuse_a_pipeline(home):
     both = ["-pp", "2", "--kv-transfer-config.kv_role", "kv_both"]
     made = plan("m", from_mapping({"home": home}), vllm_args=both)
     assert made.environment[SKIP_SAVING] == "1"

@@ -45,20 +45,20 @@ def post(app: FastAPI, path: str, **kwargs: Any) -> httpx.Response:
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[1]", b"5", b'{"model": "m"}', b"\xff\xfe", b"[" * 100_000])
-def test_a_body_that_names_nothing_comes_through_the_gate_as_it_is(body: bytes) -> None:
+def test_a_body_that_names_nothing_comes_through_the_gate_as_it_is(body):
     reply = post(_app(), "/anything", content=body)
     assert (reply.status_code, reply.json()["body"].encode("latin-1")) == (200, body)
 
 
 @pytest.mark.parametrize("path", [path for path in (*http.TAKES, *http.SHOWS) if "/cartridges/" not in path])
-def test_routes_that_take_cartridges_get_what_was_sent(path: str) -> None:
+def test_routes_that_take_cartridges_get_what_was_sent(path):
     reply = post(_app(), path, json={"cartridges": ["a"]})
     assert (reply.status_code, reply.json()["body"]) == (200, '{"cartridges":["a"]}')
     assert post(_app(), path + "/", json={"cartridges": ["a"]}).status_code == 400, "another path is another route"
 
 
 @pytest.mark.parametrize("contexts", [True, False])
-def test_a_body_with_marks_is_kept_for_the_renderer_only_where_contexts_are_made(contexts: bool) -> None:
+def test_a_body_with_marks_is_kept_for_the_renderer_only_where_contexts_are_made(contexts):
     app, settings = FastAPI(), from_mapping({"contexts": contexts})
     app.add_middleware(http.Gate, settings=settings)
     app.add_middleware(http.ResponseHeaders)
@@ -81,7 +81,7 @@ ROUTES = (*http.TAKES, "/v1/chat/completions/batch", "/tokenize", "/anything")
 
 @pytest.mark.parametrize("path", ROUTES)
 @pytest.mark.parametrize("field", ["cartridge", "catridges", "cartridge_label"])
-def test_a_field_that_nothing_reads_is_refused_and_the_right_one_named(path: str, field: str) -> None:
+def test_a_field_that_nothing_reads_is_refused_and_the_right_one_named(path, field):
     reply = post(_app(), path, json={"model": "m", field: ["a"]})
     message = reply.json()["error"]["message"]
     assert (reply.status_code, repr(field) in message) == (400, True)
@@ -89,7 +89,7 @@ def test_a_field_that_nothing_reads_is_refused_and_the_right_one_named(path: str
     assert post(_app(), path, json={"model": "m"}).status_code == 200, "the control: without it the route answers"
 
 
-def test_large_bodies_are_looked_at_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_bodies_are_looked_at_off_the_event_loop(monkeypatch):
     threads: list[bool] = []
     find = misnamed.find
     monkeypatch.setattr(
@@ -106,7 +106,7 @@ def _said() -> tuple[Any, bool, Any]:
     return said.named, said.is_required, said.fields
 
 
-def test_what_messages_would_drop_is_kept_for_the_renderer() -> None:
+def test_what_messages_would_drop_is_kept_for_the_renderer():
     app, seen = FastAPI(), []
     app.add_middleware(http.Gate, settings=from_mapping({"router": "label", "label_field": "ward"}))
     app.add_middleware(http.ResponseHeaders)
@@ -123,7 +123,7 @@ def test_what_messages_would_drop_is_kept_for_the_renderer() -> None:
     assert _said() == ((), False, {}), "outside a request there is none"
 
 
-def test_whatever_a_header_says_it_names_what_the_body_would_or_is_refused() -> None:
+def test_whatever_a_header_says_it_names_what_the_body_would_or_is_refused():
     chance, router = random.Random(1), Router(from_mapping({}))
     pieces = ["a", "b@2", ",", " ", "\t", "/p", "s3://b/k", "é", "\x00", "\x7f", "x" * 1100, '"', ";", "\n", "", "a,b"]
     kinds = set()
@@ -172,7 +172,7 @@ ROUTED = [
 
 
 @pytest.mark.parametrize(("values", "path", "sent", "status"), ROUTED)
-def test_what_would_be_dropped_is_refused_where_it_would_be(values: Any, path: str, sent: Any, status: int) -> None:
+def test_what_would_be_dropped_is_refused_where_it_would_be(values, path, sent, status):
     reply = post(_app(**values), path, **sent)
     assert reply.status_code == status
     if status == 400:
@@ -180,7 +180,7 @@ def test_what_would_be_dropped_is_refused_where_it_would_be(values: Any, path: s
 
 
 @pytest.mark.parametrize(("sent", "key"), [("Bearer k", "k"), ("bearer k", "k"), ("Basic k", None), (None, None)])
-def test_the_api_key_is_read_as_vllm_reads_it(sent: str | None, key: str | None) -> None:
+def test_the_api_key_is_read_as_vllm_reads_it(sent, key):
     app, seen = FastAPI(), []
     app.add_middleware(http.ResponseHeaders)
 
@@ -192,7 +192,7 @@ def test_the_api_key_is_read_as_vllm_reads_it(sent: str | None, key: str | None)
     assert seen == [key]
 
 
-def test_what_is_noted_before_a_response_starts_is_in_its_headers() -> None:
+def test_what_is_noted_before_a_response_starts_is_in_its_headers():
     app = FastAPI()
     app.add_middleware(http.ResponseHeaders)
 
@@ -215,7 +215,7 @@ def test_what_is_noted_before_a_response_starts_is_in_its_headers() -> None:
     assert http.current().api_key is None, "outside a request there is none"
 
 
-def test_the_stock_client_does_not_ask_again_for_what_stays_refused() -> None:
+def test_the_stock_client_does_not_ask_again_for_what_stays_refused():
     app = FastAPI()
     app.add_middleware(http.ResponseHeaders)
     asked = []
@@ -261,7 +261,7 @@ def _body(text: bytes, more: bool = True) -> dict[str, Any]:
     return {"type": "http.response.body", "body": text, "more_body": more}
 
 
-def test_a_response_with_cartridges_starts_when_it_is_known_what_was_injected() -> None:
+def test_a_response_with_cartridges_starts_when_it_is_known_what_was_injected():
     """Without any at once; else whatever comes before that: /v1/responses and /v1/messages send events before the first token."""
     assert _sent(_START, _body(b"x")) == [None, 0, b"x", 1]
     pending, known = (lambda: http.note("a", is_pending=True)), (lambda: http.note("b"))

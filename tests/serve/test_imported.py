@@ -18,7 +18,6 @@ import pytest
 import torch
 from families import FAMILIES, make_model
 from making import make_artifact
-from s3 import MotoServer
 from waiting import Clock
 
 from lmcache_cartridge.artifact import reading
@@ -95,7 +94,7 @@ class Home:
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> Home:
+def home(tmp_path):
     return Home(tmp_path)
 
 
@@ -109,7 +108,7 @@ def _refusal(call: Callable[[], Any]) -> Refusal:
     return caught.value
 
 
-def test_a_file_is_imported_once_and_again_when_it_has_changed(home: Home) -> None:
+def test_a_file_is_imported_once_and_again_when_it_has_changed(home):
     path, resolver = home.file("x.pt"), home.resolver()
     assert [_ask(resolver, path) for _ in range(3)] == ["ready@1"] * 3
     assert _ask(home.resolver(), path) == "ready@1", "another process, or the next start"
@@ -123,14 +122,14 @@ def test_a_file_is_imported_once_and_again_when_it_has_changed(home: Home) -> No
     assert [row.digest for row in resolver.imports.rows()] == [reading.load_manifest(home.path / "model/ready").digest]
 
 
-def test_a_request_that_may_not_wait_is_told_that_there_is_something_to_read(home: Home) -> None:
+def test_a_request_that_may_not_wait_is_told_that_there_is_something_to_read(home):
     reference = Reference(id=str(home.file("x.pt")))
     with pytest.raises(NeedsReading):
         home.resolver().resolve([reference], {})
     assert home.served.count() == 0
 
 
-def test_a_path_outside_says_which_setting_is_missing_and_not_whether_something_is_there(home: Home) -> None:
+def test_a_path_outside_says_which_setting_is_missing_and_not_whether_something_is_there(home):
     (home.path / "secret.pt").write_text("good")
     (home.files / "link.pt").symlink_to(home.path / "secret.pt")
     resolver, said = home.resolver(), set()
@@ -148,7 +147,7 @@ def test_a_path_outside_says_which_setting_is_missing_and_not_whether_something_
     assert home.served.count() == 0
 
 
-def test_what_was_refused_is_not_tried_again_for_a_while_unless_it_changes(home: Home) -> None:
+def test_what_was_refused_is_not_tried_again_for_a_while_unless_it_changes(home):
     path, resolver = home.file("x.pt", "bad"), home.resolver()
     refusals = [_refusal(lambda: _ask(resolver, path)) for _ in range(3)]
     assert {(r.status, str(r)) for r in refusals} == {
@@ -163,7 +162,7 @@ def test_what_was_refused_is_not_tried_again_for_a_while_unless_it_changes(home:
 
 
 @pytest.mark.parametrize(("what", "why"), [("hang", "more than 0.5 s"), ("die", "the import failed")])
-def test_a_child_that_hangs_or_dies_costs_its_own_import(home: Home, what: str, why: str) -> None:
+def test_a_child_that_hangs_or_dies_costs_its_own_import(home, what, why):
     resolver = home.resolver()
     resolver.imports = Imports(home.settings, resolver.imports._source, deadline_s=0.5 if what == "hang" else 60)
     resolver.imports.served = home.served
@@ -172,13 +171,13 @@ def test_a_child_that_hangs_or_dies_costs_its_own_import(home: Home, what: str, 
     assert left == [], "nothing unfinished stays"
 
 
-def test_a_child_has_a_limit_of_memory_before_it_loads_anything(home: Home) -> None:
+def test_a_child_has_a_limit_of_memory_before_it_loads_anything(home):
     imports = Imports(home.settings, home.resolver().imports._source, memory_bytes=48 << 20)
     imports.served = Served(str(MODEL_DIR), "bfloat16", 256)
     assert "the import failed" in str(_refusal(lambda: imports.of_file(home.file("x.pt"), "'x'")))
 
 
-def test_however_many_want_a_file_it_is_imported_once_and_few_at_a_time(home: Home) -> None:
+def test_however_many_want_a_file_it_is_imported_once_and_few_at_a_time(home):
     resolvers = [home.resolver(), home.resolver()]  # as of two processes
     path = home.file("x.pt")
     with ThreadPoolExecutor(8) as pool:
@@ -186,7 +185,7 @@ def test_however_many_want_a_file_it_is_imported_once_and_few_at_a_time(home: Ho
     assert (set(names), home.served.count()) == ({"ready@1"}, 1)
 
 
-def test_a_file_that_would_wait_behind_many_others_is_told_to_come_again(home: Home) -> None:
+def test_a_file_that_would_wait_behind_many_others_is_told_to_come_again(home):
     resolver, path = home.resolver(), home.file("x.pt")
     waiting = resolver.imports._waiting
     taken = 0
@@ -199,7 +198,7 @@ def test_a_file_that_would_wait_behind_many_others_is_told_to_come_again(home: H
     assert _ask(resolver, path) == "ready@1"
 
 
-def test_a_file_that_changes_while_it_is_imported_is_not_kept(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_changes_while_it_is_imported_is_not_kept(home, monkeypatch):
     path, resolver = home.file("x.pt"), home.resolver()
     imported_ = Imports._import
 
@@ -216,7 +215,7 @@ def test_a_file_that_changes_while_it_is_imported_is_not_kept(home: Home, monkey
     assert home.served.count() == 2
 
 
-def test_the_least_recently_used_leave_and_what_is_in_use_stays(tmp_path: Path) -> None:
+def test_the_least_recently_used_leave_and_what_is_in_use_stays(tmp_path):
     size = _size(Home(tmp_path).path / "model/ready")
     (tmp_path / "two").mkdir()
     home = Home(tmp_path / "two", imported_bytes=2 * size + 100)
@@ -247,7 +246,7 @@ def _size(root: Path) -> int:
     return sum(path.stat().st_size for path in root.iterdir())
 
 
-def test_where_nothing_can_be_imported_it_is_said(home: Home) -> None:
+def test_where_nothing_can_be_imported_it_is_said(home):
     path, resolver = home.file("x.pt"), home.resolver()
     resolver.imports.served = None
     assert "no .pt files are imported here" in str(_refusal(lambda: _ask(resolver, path)))
@@ -259,7 +258,7 @@ def test_where_nothing_can_be_imported_it_is_said(home: Home) -> None:
     assert "more than the setting imported_bytes" in str(_refusal(lambda: _ask(small, path)))
 
 
-def test_secrets_of_the_server_do_not_come_to_the_child(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_of_the_server_do_not_come_to_the_child(home, monkeypatch):
     seen: dict[str, str] = {}
     popen = imported.subprocess.Popen
 
@@ -276,7 +275,7 @@ def test_secrets_of_the_server_do_not_come_to_the_child(home: Home, monkeypatch:
 
 
 @pytest.mark.parametrize("s3_kind", ["moto"])
-def test_an_object_on_s3_is_imported_and_followed(s3_credentials: MotoServer, bucket: str, tmp_path: Path) -> None:
+def test_an_object_on_s3_is_imported_and_followed(s3_credentials, bucket, tmp_path):
     home = Home(tmp_path, buckets=[f"{bucket}/team"], s3_endpoint_url=s3_credentials.endpoint, s3_part_bytes=1 << 16)
     place = f"s3://{bucket}/team/x.pt"
     resolver = home.resolver()
@@ -306,11 +305,11 @@ def test_an_object_on_s3_is_imported_and_followed(s3_credentials: MotoServer, bu
 
 
 @pytest.fixture(scope="module")
-def model() -> CausalModel:
+def model():
     return CausalModel(str(MODEL_DIR))
 
 
-def test_a_models_config_alone_tells_its_fingerprint(model: CausalModel) -> None:
+def test_a_models_config_alone_tells_its_fingerprint(model):
     light = CausalModel(str(MODEL_DIR), weights=False)
     assert light.fingerprint == model.fingerprint
     assert light.context_tokens == model.context_tokens
@@ -318,7 +317,7 @@ def test_a_models_config_alone_tells_its_fingerprint(model: CausalModel) -> None
     assert light.ordinary_ids().tolist() == model.ordinary_ids().tolist()
 
 
-def test_import_without_comparing_takes_kv_as_it_is(model: CausalModel, tmp_path: Path, capsys: Any) -> None:
+def test_import_without_comparing_takes_kv_as_it_is(model, tmp_path, capsys):
     kv, ids = foreign.random_kv(64), list(range(5, 69))
     torch.save({"token_ids": ids, "kv_cache": list(zip(*foreign.htd(kv), strict=True))}, tmp_path / "x.pt")
     home, path = str(tmp_path / "home"), str(tmp_path / "x.pt")
@@ -337,7 +336,7 @@ class _Runs:
         return os.system, ("touch ran",)
 
 
-def test_nothing_in_a_file_runs_or_unpacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_in_a_file_runs_or_unpacks(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     home = Home(tmp_path / "home" if (tmp_path / "home").mkdir() is None else tmp_path)
     torch.save({"token_ids": [5], "kv_cache": _Runs()}, home.files / "runs.pt")
@@ -363,9 +362,7 @@ def test_nothing_in_a_file_runs_or_unpacks(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("family", "what"), [("llama4", "another order in engines"), ("deepseek-v2", "latent vectors")]
 )
-def test_kv_that_engines_have_otherwise_is_refused_without_the_model_too(
-    tmp_path: Path, family: str, what: str
-) -> None:
+def test_kv_that_engines_have_otherwise_is_refused_without_the_model_too(tmp_path, family, what):
     model = CausalModel(str(make_model(tmp_path / "model", FAMILIES[family]())), weights=False)
     with pytest.raises(UnsupportedModel, match=what):
         model.need_values("import")

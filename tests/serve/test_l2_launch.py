@@ -34,7 +34,7 @@ def _adapter(command: list[str]) -> dict[str, Any]:
     return json.loads(_option(command, "--l2-adapter"))
 
 
-def test_both_servers_are_told_of_the_same_settings_ports_and_socket(tmp_path: Path) -> None:
+def test_both_servers_are_told_of_the_same_settings_ports_and_socket(tmp_path):
     settings = from_mapping({"home": tmp_path, "cpu_bytes": "2GiB", "admin": True, "roots": [str(tmp_path)]})
     launch = plan("m", settings, mode="multiprocess", lmcache_port=5999)
     command, adapter = launch.lmcache, _adapter(launch.lmcache)
@@ -51,7 +51,7 @@ def test_both_servers_are_told_of_the_same_settings_ports_and_socket(tmp_path: P
     assert len(control) < 100, "a Unix socket's path has 107 characters at most"
 
 
-def test_lmcache_keeps_what_it_loads_and_forgets_no_idle_engine(tmp_path: Path) -> None:
+def test_lmcache_keeps_what_it_loads_and_forgets_no_idle_engine(tmp_path):
     command = plan("m", from_mapping({"home": tmp_path}), mode="multiprocess", chunk_tokens=128).lmcache
     assert _option(command, "--l2-prefetch-policy") == "retain"
     assert _option(command, "--worker-reap-timeout-seconds") == "0"
@@ -62,7 +62,7 @@ def test_lmcache_keeps_what_it_loads_and_forgets_no_idle_engine(tmp_path: Path) 
     assert "--hash-algorithm" not in command, "the default has no seed"
 
 
-def test_shared_memory_is_used_where_it_is_large_enough(tmp_path: Path) -> None:
+def test_shared_memory_is_used_where_it_is_large_enough(tmp_path):
     settings = from_mapping({"home": tmp_path})
     small = plan("m", settings, mode="multiprocess", l1_bytes=64 << 20).lmcache
     assert _option(small, "--shm-name")
@@ -70,7 +70,7 @@ def test_shared_memory_is_used_where_it_is_large_enough(tmp_path: Path) -> None:
     assert "--shm-name" not in plan("m", settings, mode="multiprocess", l1_bytes=1 << 50).lmcache
 
 
-def test_lmcaches_memory_holds_the_largest_cartridge_for_several_requests_at_once(tmp_path: Path) -> None:
+def test_lmcaches_memory_holds_the_largest_cartridge_for_several_requests_at_once(tmp_path):
     settings = Settings(home=tmp_path)
     assert _gib(settings, saves=False) == 0.25, "with nothing registered"
     for name, positions in (("small", 64), ("large", 4096)):
@@ -87,7 +87,7 @@ def _gib(settings: Settings, **options: Any) -> float:
     return float(_option(plan("m", settings, mode="multiprocess", **options).lmcache, "--l1-size-gb"))
 
 
-def test_lmcache_saves_unless_told_otherwise_and_only_then_its_memory_is_kept_from_filling_up(tmp_path: Path) -> None:
+def test_lmcache_saves_unless_told_otherwise_and_only_then_its_memory_is_kept_from_filling_up(tmp_path):
     settings = from_mapping({"home": tmp_path})
     for options, role in (
         ({}, "kv_both"),
@@ -103,11 +103,11 @@ def test_lmcache_saves_unless_told_otherwise_and_only_then_its_memory_is_kept_fr
 
 
 @pytest.mark.parametrize(("l1", "largest", "full"), [(100, 10, 0.8), (100, 25, 0.5), (100, 60, 0.3), (100, 0, 0.8)])
-def test_there_stays_room_for_two_of_the_largest_cartridges(l1: int, largest: int, full: float) -> None:
+def test_there_stays_room_for_two_of_the_largest_cartridges(l1, largest, full):
     assert l1_watermark(l1, largest) == full
 
 
-def test_lmcaches_other_places_come_after_ours(tmp_path: Path) -> None:
+def test_lmcaches_other_places_come_after_ours(tmp_path):
     other = '{"type": "fs", "base_path": "/x"}'
     launch = plan("m", from_mapping({"home": tmp_path}), mode="multiprocess", l2_adapters=[other, other])
     assert _adapter(launch.lmcache)["class_name"] == "CartridgeL2Adapter"
@@ -121,9 +121,7 @@ def test_lmcaches_other_places_come_after_ours(tmp_path: Path) -> None:
     assert words[0] == "server" and words[-4:] == ["--l2-adapter", other, "--l2-adapter", other]
 
 
-def test_serve_becomes_a_program_in_whose_arguments_and_output_no_secret_is(
-    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_serve_becomes_a_program_in_whose_arguments_and_output_no_secret_is(tmp_path, capsys, monkeypatch):
     became: list[Any] = []
     monkeypatch.setattr(os, "execvpe", lambda *words: became.append(words))
     secret = "abc-very-secret"
@@ -143,7 +141,7 @@ def test_serve_becomes_a_program_in_whose_arguments_and_output_no_secret_is(
         assert (environment["HF_TOKEN"], environment[processes.L2_ADAPTERS]) == (secret, json.dumps([other]))
 
 
-def test_in_process_mode_runs_vllm_alone(tmp_path: Path) -> None:
+def test_in_process_mode_runs_vllm_alone(tmp_path):
     launch = plan("m", from_mapping({"home": tmp_path}))
     assert launch.lmcache is None
     assert launch.program == launch.command
@@ -195,7 +193,7 @@ def _gone(pid: int) -> bool:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 @pytest.mark.parametrize("stubborn", ["", _STUBBORN])
-def test_a_signal_ends_both_servers_and_what_they_started(tmp_path: Path, number: int, stubborn: str) -> None:
+def test_a_signal_ends_both_servers_and_what_they_started(tmp_path, number, stubborn):
     files = [tmp_path / "lmcache", tmp_path / "worker"]
     worker = stubborn + _SLEEP.format(str(files[1]))
     with _pair(_python(stubborn + _SLEEP.format(str(files[0]))), _python(_PARENT.format(worker)), files) as (
@@ -208,7 +206,7 @@ def test_a_signal_ends_both_servers_and_what_they_started(tmp_path: Path, number
 
 
 @pytest.mark.parametrize("dying", [0, 1])
-def test_the_death_of_one_server_ends_the_other_and_says_so(tmp_path: Path, dying: int) -> None:
+def test_the_death_of_one_server_ends_the_other_and_says_so(tmp_path, dying):
     files = [tmp_path / "lmcache", tmp_path / "vllm"]
     with _pair(*(_python(_SLEEP.format(str(file))) for file in files), files) as (pair, pids):
         os.kill(pids[dying], signal.SIGKILL)
@@ -218,21 +216,21 @@ def test_the_death_of_one_server_ends_the_other_and_says_so(tmp_path: Path, dyin
 
 
 @pytest.mark.parametrize(("status", "pairs"), [(0, 1), (7, 7)])
-def test_vllms_end_by_itself_is_a_failure_with_its_own_status(tmp_path: Path, status: int, pairs: int) -> None:
+def test_vllms_end_by_itself_is_a_failure_with_its_own_status(tmp_path, status, pairs):
     file = tmp_path / "lmcache"
     vllm = _python(_SEVEN.format(str(file)).replace("(7)", f"({status})"))
     with _pair(_python(_SLEEP.format(str(file))), vllm, [file]) as (pair, _):
         assert pair.wait(60) == pairs
 
 
-def test_the_servers_end_when_the_pair_is_killed(tmp_path: Path) -> None:
+def test_the_servers_end_when_the_pair_is_killed(tmp_path):
     files = [tmp_path / "lmcache", tmp_path / "vllm"]
     with _pair(*(_python(_SLEEP.format(str(file))) for file in files), files) as (pair, pids):
         pair.kill()
         _wait(lambda: all(map(_gone, pids)))
 
 
-def test_shared_memory_left_by_a_killed_server_is_removed(tmp_path: Path) -> None:
+def test_shared_memory_left_by_a_killed_server_is_removed(tmp_path):
     name = f"cartridge-test-{os.getpid()}"
     left, file = Path("/dev/shm") / f"lmcache_l1_pool_{name}", tmp_path / "lmcache"
     left.touch()
@@ -254,7 +252,7 @@ while True: time.sleep(1)
 """
 
 
-def test_requests_under_way_are_finished_where_vllm_was_given_time_for_them(tmp_path: Path) -> None:
+def test_requests_under_way_are_finished_where_vllm_was_given_time_for_them(tmp_path):
     files = [tmp_path / "lmcache", tmp_path / "vllm"]
     release, done = tmp_path / "release", tmp_path / "done"
     code = _DRAINS.format(release=str(release), done=str(done), ready=str(files[1]))

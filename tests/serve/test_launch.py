@@ -6,7 +6,6 @@ import json
 import re
 import socket
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,9 +28,7 @@ def _option(command: list[str], name: str) -> str:
     return command[command.index(name) + 1]
 
 
-def test_the_yaml_gives_the_settings_back_that_it_was_written_from(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_yaml_gives_the_settings_back_that_it_was_written_from(tmp_path, monkeypatch):
     given = {"cpu_bytes": "2GiB", "roots": [str(tmp_path)], "composites": {"all": ["a", "b"]}, "admin": True}
     settings = from_mapping({"home": tmp_path} | given)
     launch = plan("model", settings, chunk_tokens=64)
@@ -45,7 +42,7 @@ def test_the_yaml_gives_the_settings_back_that_it_was_written_from(
 
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
-def test_the_command_names_connector_and_policy(tmp_path: Path, policy: str) -> None:
+def test_the_command_names_connector_and_policy(tmp_path, policy):
     command = plan("model", from_mapping({"home": tmp_path}), on_load_failure=policy, vllm_args=["--port", "1"]).command
     transfer = json.loads(_option(command, "--kv-transfer-config"))
     assert transfer["kv_connector"] == "CartridgeConnector"
@@ -60,9 +57,7 @@ def test_the_command_names_connector_and_policy(tmp_path: Path, policy: str) -> 
         (0, "kv_both", "kv_both", False, 0.1), (1 << 30, "kv_consumer", "kv_consumer", True, 1),
     ],
 )  # fmt: skip
-def test_lmcache_saves_in_process_in_the_memory_that_is_asked_for(
-    tmp_path: Path, l1_bytes: int, given: str | None, role: str, local_cpu: bool, size: float
-) -> None:
+def test_lmcache_saves_in_process_in_the_memory_that_is_asked_for(tmp_path, l1_bytes, given, role, local_cpu, size):
     args = [] if given is None else ["--kv-transfer-config", json.dumps({"kv_role": given})]
     launch = plan("m", from_mapping({"home": tmp_path}), l1_bytes=l1_bytes, vllm_args=args)
     assert json.loads(_option(launch.command, "--kv-transfer-config"))["kv_role"] == role
@@ -71,7 +66,7 @@ def test_lmcache_saves_in_process_in_the_memory_that_is_asked_for(
     assert "retrieve_locations" not in config
 
 
-def test_a_kv_cache_size_is_added_on_cpu_unless_the_user_names_one(tmp_path: Path) -> None:
+def test_a_kv_cache_size_is_added_on_cpu_unless_the_user_names_one(tmp_path):
     settings = from_mapping({"home": tmp_path})
     assert _option(plan("m", settings).command, "--kv-cache-memory-bytes") == str(CPU_KV_BYTES)
     own = plan("m", settings, vllm_args=["--kv-cache-memory-bytes", "7"]).command
@@ -81,16 +76,12 @@ def test_a_kv_cache_size_is_added_on_cpu_unless_the_user_names_one(tmp_path: Pat
 @pytest.mark.parametrize(
     ("allowed", "then"), [("x", "x,cartridges"), ("", "cartridges"), ("cartridges,x", "cartridges,x")]
 )
-def test_other_vllm_plugins_stay_allowed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allowed: str, then: str
-) -> None:
+def test_other_vllm_plugins_stay_allowed(tmp_path, monkeypatch, allowed, then):
     monkeypatch.setenv("VLLM_PLUGINS", allowed)
     assert plan("m", from_mapping({"home": tmp_path})).environment["VLLM_PLUGINS"] == then
 
 
-def test_without_an_allow_list_every_plugin_that_vllm_would_load_stays_allowed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_an_allow_list_every_plugin_that_vllm_would_load_stays_allowed(tmp_path, monkeypatch):
     installed = tmp_path / "other-1.0.dist-info"
     installed.mkdir()
     (installed / "METADATA").write_text("Name: other\nVersion: 1.0\n")
@@ -114,7 +105,7 @@ KEY = "sk-very-secret"
 @pytest.mark.parametrize("given", [["--api-key", KEY], [f"--api-key={KEY}"], ["--api_key", KEY], ["--api-key", KEY, KEY + "2"],
                                    ["--api-k", KEY], ["--hf-token", KEY], ["--hf_token=" + KEY]])  # fmt: skip
 @pytest.mark.parametrize("mode", ["in-process", "multiprocess"])
-def test_no_secret_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture, given: list[str], mode: str) -> None:
+def test_no_secret_is_printed(tmp_path, capsys, given, mode):
     assert main(["serve", "m", "--home", str(tmp_path), "--mode", mode, "--print", *given, "--port", "1"]) == 0
     printed = capsys.readouterr().out
     assert KEY not in printed
@@ -122,7 +113,7 @@ def test_no_secret_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture, giv
     assert "--port 1" in printed
 
 
-def test_the_key_is_no_argument_of_any_process(tmp_path: Path) -> None:
+def test_the_key_is_no_argument_of_any_process(tmp_path):
     settings = from_mapping({"home": tmp_path})
     for mode in ("in-process", "multiprocess"):
         launch = plan("m", settings, mode=mode, vllm_args=["--port", "1", f"--api-key={KEY}", "--seed", "2"])
@@ -152,9 +143,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("given", REFUSED)
-def test_what_does_not_go_with_cartridges_is_refused_before_anything_is_started(
-    tmp_path: Path, capsys: pytest.CaptureFixture, given: str
-) -> None:
+def test_what_does_not_go_with_cartridges_is_refused_before_anything_is_started(tmp_path, capsys, given):
     words = ["--mode", "in-process", *given.split(" "), "--port", "1"]
     assert main(["serve", "m", "--home", str(tmp_path), *words]) == 1
     error = capsys.readouterr().err
@@ -172,7 +161,7 @@ def test_what_does_not_go_with_cartridges_is_refused_before_anything_is_started(
      '--kv-transfer-config {"kv_connector":"LMCacheConnectorV1","kv_role":"kv_consumer"}', "--seed -1",
      f'--kv-transfer-config {{"kv_connector":"CartridgeConnector","kv_connector_module_path":"{PUBLISHED}"}}'],
 )  # fmt: skip
-def test_what_goes_with_cartridges_passes(tmp_path: Path, given: str) -> None:
+def test_what_goes_with_cartridges_passes(tmp_path, given):
     plan("m", from_mapping({"home": tmp_path}), vllm_args=given.split(" "))
 
 
@@ -187,7 +176,7 @@ def test_what_goes_with_cartridges_passes(tmp_path: Path, given: str) -> None:
         ("multiprocess", "--enable_sleep_mode", 0, "keeps handles"),
     ],
 )
-def test_what_goes_in_one_mode_alone(tmp_path: Path, mode: Any, given: str, l1_bytes: int, reason: str | None) -> None:
+def test_what_goes_in_one_mode_alone(tmp_path, mode, given, l1_bytes, reason):
     with pytest.raises(UnsupportedEngine, match=reason) if reason else nullcontext():
         plan("m", from_mapping({"home": tmp_path}), mode=mode, l1_bytes=l1_bytes, vllm_args=given.split(" "))
 
@@ -201,23 +190,21 @@ def test_what_goes_in_one_mode_alone(tmp_path: Path, mode: Any, given: str, l1_b
         ("in-process", "--kv-cache-dtype fp8", 1 << 30, "caches KV in fp8"),
     ],
 )  # fmt: skip
-def test_contexts_are_refused_before_a_model_is_loaded(
-    tmp_path: Path, mode: Any, given: str, l1_bytes: int, reason: str | None
-) -> None:
+def test_contexts_are_refused_before_a_model_is_loaded(tmp_path, mode, given, l1_bytes, reason):
     how: Any = {"mode": mode, "l1_bytes": l1_bytes, "vllm_args": given.split()}
     with pytest.raises(UnsupportedEngine, match=f"setting contexts: .*{reason}") if reason else nullcontext():
         plan("m", from_mapping({"home": tmp_path, "contexts": True}), **how)
     plan("m", from_mapping({"home": tmp_path}), **how)
 
 
-def test_full_and_sliding_layers_have_blocks_of_the_same_kind(tmp_path: Path) -> None:
+def test_full_and_sliding_layers_have_blocks_of_the_same_kind(tmp_path):
     settings, option = from_mapping({"home": tmp_path}), "--disable-hybrid-kv-cache-manager"
     assert option not in plan("m", settings).command, "vLLM does so for our connector in-process"
     assert plan("m", settings, mode="multiprocess").command.count(option) == 1
     assert plan("m", settings, mode="multiprocess", vllm_args=[option]).command.count(option) == 1
 
 
-def test_a_config_file_of_vllms_is_read_too(tmp_path: Path) -> None:
+def test_a_config_file_of_vllms_is_read_too(tmp_path):
     settings, file = from_mapping({"home": tmp_path}), tmp_path / "vllm.yaml"
     options = ["--config", str(file)]
     for text, reason in (("prefill_context_parallel_size: 2", "context"),
@@ -242,7 +229,7 @@ def test_a_config_file_of_vllms_is_read_too(tmp_path: Path) -> None:
         plan("m", settings, vllm_args=["--config", str(tmp_path / "none.yaml")])
 
 
-def test_the_users_own_transfer_configuration_is_merged_into_ours(tmp_path: Path) -> None:
+def test_the_users_own_transfer_configuration_is_merged_into_ours(tmp_path):
     given = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_consumer", "engine_id": "mine",
              "kv_connector_extra_config": {"lmcache.x": 1}}  # fmt: skip
     for mode in ("in-process", "multiprocess"):
@@ -274,9 +261,7 @@ def test_the_users_own_transfer_configuration_is_merged_into_ours(tmp_path: Path
          ["lmcache.cli.main server", "--l1-size-gb 1 ", " &\n", "CartridgeMPConnector", "--max-model-len 77"]),
     ],
 )  # fmt: skip
-def test_serve_prints_what_it_would_run_and_passes_unknown_options_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture, given: str, shown: list[str]
-) -> None:
+def test_serve_prints_what_it_would_run_and_passes_unknown_options_on(tmp_path, capsys, given, shown):
     assert main(["serve", "m", "--home", str(tmp_path), "--print", *given.split()]) == 0
     printed = capsys.readouterr().out
     assert [words for words in shown if words not in printed] == []
@@ -293,16 +278,12 @@ def test_serve_prints_what_it_would_run_and_passes_unknown_options_on(
         ("serve m --home HOME --mode multiprocess --l1-bytes 1mile", "--l1-bytes"),
     ],
 )
-def test_what_is_given_twice_or_is_none_is_an_error_that_names_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture, given: str, told: str
-) -> None:
+def test_what_is_given_twice_or_is_none_is_an_error_that_names_it(tmp_path, capsys, given, told):
     assert main([*given.replace("HOME", str(tmp_path)).split(), "--print"]) == 1
     assert told in capsys.readouterr().err
 
 
-def test_what_vllm_would_end_with_late_is_one_line_before_anything_is_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_what_vllm_would_end_with_late_is_one_line_before_anything_is_started(tmp_path, monkeypatch, capsys):
     class Started(Exception):
         pass
 
@@ -337,9 +318,7 @@ def test_what_vllm_would_end_with_late_is_one_line_before_anything_is_started(
 
 
 @pytest.mark.parametrize("is_cpu", [True, False])
-def test_servers_of_our_own_have_cuda_graphs_where_users_have_them(
-    monkeypatch: pytest.MonkeyPatch, is_cpu: bool
-) -> None:
+def test_servers_of_our_own_have_cuda_graphs_where_users_have_them(monkeypatch, is_cpu):
     monkeypatch.setattr(own, "on_cpu", lambda: is_cpu)
     assert own.eager() == (["--enforce-eager"] if is_cpu else [])
     assert not [word for word in SERVER_ARGS if "eager" in word]
@@ -348,9 +327,7 @@ def test_servers_of_our_own_have_cuda_graphs_where_users_have_them(
 @pytest.mark.parametrize(
     ("given", "has_gpu", "taken"), [("auto", True, "cuda"), ("auto", False, "cpu"), ("cpu", True, "cpu")]
 )
-def test_who_makes_cartridges_computes_on_the_gpu_where_there_is_one(
-    monkeypatch: pytest.MonkeyPatch, given: str, has_gpu: bool, taken: str
-) -> None:
+def test_who_makes_cartridges_computes_on_the_gpu_where_there_is_one(monkeypatch, given, has_gpu, taken):
     class Moved(Exception):
         pass
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import sqlite3
 from contextlib import closing
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -22,7 +21,7 @@ with quietly():
 
 
 @pytest.fixture
-def settings(tmp_path: Path) -> Settings:
+def settings(tmp_path):
     return Settings(home=tmp_path)
 
 
@@ -43,7 +42,7 @@ def kept(settings: Settings, maker: Maker, name: str) -> Context:
     return context
 
 
-def test_of_a_context_that_is_not_changed_wholly_the_rest_stays(settings: Settings) -> None:
+def test_of_a_context_that_is_not_changed_wholly_the_rest_stays(settings):
     maker = maker_of(settings)
     before = kept(settings, maker, "book")
     registry = Registry(settings.registry_path)
@@ -58,9 +57,7 @@ def test_of_a_context_that_is_not_changed_wholly_the_rest_stays(settings: Settin
     assert not settings.registry_path.exists()
 
 
-def test_a_home_of_another_release_is_served_without_its_contexts(
-    settings: Settings, vllm_log: pytest.LogCaptureFixture
-) -> None:
+def test_a_home_of_another_release_is_served_without_its_contexts(settings, vllm_log):
     maker = maker_of(settings)
     root = maker.root(kept(settings, maker, "old"))
     make_artifact(settings.cartridges_dir / "ours" / "1", cartridge_id="ours", positions=32)
@@ -76,7 +73,7 @@ def test_a_home_of_another_release_is_served_without_its_contexts(
     assert maker_of(settings).table.of(["old"]) == {}
 
 
-def test_a_home_that_lost_its_table_has_none_of_its_contexts_and_one_that_has_it_all(settings: Settings) -> None:
+def test_a_home_that_lost_its_table_has_none_of_its_contexts_and_one_that_has_it_all(settings):
     maker = maker_of(settings)
     roots = [maker.root(kept(settings, maker, name)) for name in ("one", "two")]
     maker_of(settings).clear()

@@ -52,7 +52,7 @@ def _turns(body: dict[str, Any]) -> list[Any]:
 QUESTION = {"role": "user", "content": "why?"}
 
 
-def test_a_mark_ends_behind_its_block_and_before_the_next() -> None:
+def test_a_mark_ends_behind_its_block_and_before_the_next():
     body = {"system": [block("one", MARK), block("two")], "messages": [QUESTION]}
     assert marks(body) == [("tools:<system>one+", 300)], "what joins blocks is before the next"
     body = {"system": [block("one"), block("two ", HOUR)], "messages": [QUESTION]}
@@ -61,7 +61,7 @@ def test_a_mark_ends_behind_its_block_and_before_the_next() -> None:
     assert marks(body, 100) == [], "it has no chunk"
 
 
-def test_a_mark_at_the_end_is_before_what_the_template_adds() -> None:
+def test_a_mark_at_the_end_is_before_what_the_template_adds():
     body = {"messages": [{"role": "user", "content": [block("why?", MARK)]}]}
     assert marks(body) == [("tools:<user>why?", 300)]
     body = {
@@ -70,7 +70,7 @@ def test_a_mark_at_the_end_is_before_what_the_template_adds() -> None:
     assert marks(body) == [("tools:<user>why?</><assistant>so</><user>x", 3600)]
 
 
-def test_of_many_marks_the_last_four_count() -> None:
+def test_of_many_marks_the_last_four_count():
     turns = [{"role": "user", "content": [block(str(n), MARK)]} for n in range(6)]
     assert [text[-1] for text, _ in marks({"messages": turns})] == ["2", "3", "4", "5"]
 
@@ -78,6 +78,6 @@ def test_of_many_marks_the_last_four_count() -> None:
 @pytest.mark.parametrize(
     "control", [None, "ephemeral", {}, {"type": "lasting"}, {"type": "ephemeral", "ttl": "2h"}, {"type": "ephemeral", "ttl": ["5m"]}]
 )  # fmt: skip
-def test_what_is_no_mark_is_passed_over(control: Any) -> None:
+def test_what_is_no_mark_is_passed_over(control):
     blocks = [block("a", {"cache_control": control}), block("b", MARK)]
     assert marks({"messages": [{"role": "user", "content": blocks}]}) == [("tools:<user>a+b", 300)]

@@ -14,7 +14,6 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -62,7 +61,7 @@ DASHBOARD = ROOT / "configs" / "grafana.json"
 
 
 @pytest.fixture
-def watched(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Watched]:
+def watched(tmp_path, request):
     watched = Watched(tmp_path, device=getattr(request, "param", True))
     yield watched
     watched.close()
@@ -86,7 +85,7 @@ def _residents(watched: Watched) -> list[tuple[list[str], list[str], int]]:
     ]  # fmt: skip
 
 
-def test_what_is_whole_in_memory_on_every_rank_is_told_by_name_the_last_used_first(tmp_path: Path) -> None:
+def test_what_is_whole_in_memory_on_every_rank_is_told_by_name_the_last_used_first(tmp_path):
     watched = Watched(tmp_path, device=False, resident_names=3)
     watched.collector.model = "m"
     try:
@@ -112,7 +111,7 @@ def test_what_is_whole_in_memory_on_every_rank_is_told_by_name_the_last_used_fir
         watched.close()
 
 
-def test_hits_misses_loads_and_bytes_are_what_was_asked_of_each_tier(watched: Watched) -> None:
+def test_hits_misses_loads_and_bytes_are_what_was_asked_of_each_tier(watched):
     made = watched.make("a")  # four whole chunks
     watched.look_up(made, "a")
     assert "resident_names{" not in watched.exposition(), "it was not asked for"
@@ -140,9 +139,7 @@ def test_hits_misses_loads_and_bytes_are_what_was_asked_of_each_tier(watched: Wa
 
 
 @WITHOUT_DEVICE
-def test_evictions_pins_claims_refusals_and_quarantines_are_told(
-    watched: Watched, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_evictions_pins_claims_refusals_and_quarantines_are_told(watched, monkeypatch):
     rank = {"rank": "0"}
     made = watched.make("a")
     watched.make("alien", dtype="float16")
@@ -198,7 +195,7 @@ def _collected(ranks: list[dict[str, Any]]) -> str:
     return generate_latest(registry).decode()
 
 
-def test_names_are_prefixed_have_base_units_and_teach(watched: Watched) -> None:
+def test_names_are_prefixed_have_base_units_and_teach(watched):
     families = list(text_string_to_metric_families(watched.exposition()))
     assert len(families) > 30
     for family in families:
@@ -217,7 +214,7 @@ def test_names_are_prefixed_have_base_units_and_teach(watched: Watched) -> None:
 # What is missing or wrong.
 
 
-def test_a_slow_load_is_in_its_bucket_and_a_number_that_a_tier_has_not_is_left_out() -> None:
+def test_a_slow_load_is_in_its_bucket_and_a_number_that_a_tier_has_not_is_left_out():
     counts = [0] * (len(LOAD_SECONDS) + 1)
     counts[LOAD_SECONDS.index(0.3)], counts[-1] = 2, 1
     tiers = {"cpu": {"load_counts": counts, "load_seconds": 40.5}, "disk": {"hits": 1, "new": {"x": 1}}, "source": {}}
@@ -230,7 +227,7 @@ def test_a_slow_load_is_in_its_bucket_and_a_number_that_a_tier_has_not_is_left_o
     assert (value(text, "hits_total", **disk), value(text, "misses_total", **disk), "new" in text) == (1, None, False)
 
 
-def test_a_status_that_cannot_be_read_leaves_the_last_numbers(watched: Watched) -> None:
+def test_a_status_that_cannot_be_read_leaves_the_last_numbers(watched):
     watched.make("a")
     before = watched.value("served_cartridges", rank="0")
     for wrong in (
@@ -245,7 +242,7 @@ def test_a_status_that_cannot_be_read_leaves_the_last_numbers(watched: Watched) 
     assert value(text, "served_cartridges", rank="0") == before == 1
 
 
-def test_the_age_of_the_numbers_grows_until_the_next_update() -> None:
+def test_the_age_of_the_numbers_grows_until_the_next_update():
     clock, registry = Clock(), CollectorRegistry()
     collector = StatusCollector(LOAD_SECONDS, clock=clock, registry=registry)
     registry.register(collector)
@@ -258,7 +255,7 @@ def test_the_age_of_the_numbers_grows_until_the_next_update() -> None:
     assert ages == [None, 0, 2.5, 0]
 
 
-def test_workers_that_die_cost_their_numbers_only_and_are_counted(watched: Watched, tmp_path: Path) -> None:
+def test_workers_that_die_cost_their_numbers_only_and_are_counted(watched, tmp_path):
     watched.make("a")
     control = ControlServer(lambda: watched.stores[0])
     alive, dead = ControlClient([control.path]), ControlClient([str(tmp_path / "nobody")])
@@ -301,7 +298,7 @@ def _counted(registry: CollectorRegistry) -> dict[str, float]:
     }  # fmt: skip
 
 
-def test_requests_are_counted_once_by_how_they_end() -> None:
+def test_requests_are_counted_once_by_how_they_end():
     registry = CollectorRegistry()
     requests = RequestMetrics(registry)
     assert _counted(registry) == {"used": 0, "document": 0}, "there from the start, so that rates see the first"
@@ -325,7 +322,7 @@ def test_requests_are_counted_once_by_how_they_end() -> None:
     assert "refused_400" not in _counted(registry)
 
 
-def test_waits_are_measured_whatever_comes_of_them() -> None:
+def test_waits_are_measured_whatever_comes_of_them():
     registry = CollectorRegistry()
     requests = RequestMetrics(registry)
 
@@ -369,7 +366,7 @@ asyncio.run(get())
 """
 
 
-def test_of_several_api_servers_requests_are_summed_and_workers_told_once(tmp_path: Path) -> None:
+def test_of_several_api_servers_requests_are_summed_and_workers_told_once(tmp_path):
     launch = plan("model", from_mapping({"home": tmp_path / "home"}))
     launch.write()
     environment = os.environ | launch.environment | {"PYTHONPATH": str(ROOT), "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
@@ -390,9 +387,7 @@ def test_of_several_api_servers_requests_are_summed_and_workers_told_once(tmp_pa
 KEY = "sk-test"
 
 
-def test_on_a_real_server_counters_move_by_what_requests_did(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_a_real_server_counters_move_by_what_requests_did(tmp_path, capsys, monkeypatch):
     settings = from_mapping({"home": tmp_path, "cpu_bytes": 64 << 20})
     model = CausalModel(MODEL)
     ward = write_ward(model, patients(0, 4), "a")
@@ -477,7 +472,7 @@ def _exported(watched: Watched) -> dict[str, set[str]]:
     }
 
 
-def test_the_table_of_metrics_is_what_is_exported(watched: Watched) -> None:
+def test_the_table_of_metrics_is_what_is_exported(watched):
     watched.look_up(watched.make("a"), "a")
     exported = {
         (
@@ -494,7 +489,7 @@ def test_the_table_of_metrics_is_what_is_exported(watched: Watched) -> None:
     assert {(name, kind, frozenset(labels), text) for name, kind, labels, text in table} == exported
 
 
-def test_the_dashboard_uses_metrics_that_exist_with_labels_that_they_have(watched: Watched) -> None:
+def test_the_dashboard_uses_metrics_that_exist_with_labels_that_they_have(watched):
     watched.requests.count("lost_prompts", "error")
     exported = _exported(watched)
     used = set()
@@ -523,7 +518,7 @@ def test_the_dashboard_uses_metrics_that_exist_with_labels_that_they_have(watche
     assert families - shown == set(), "a metric that no panel shows"
 
 
-def test_the_dashboard_is_one_that_grafana_takes() -> None:
+def test_the_dashboard_is_one_that_grafana_takes():
     dashboard, taken = json.loads(DASHBOARD.read_text()), Counter()
     assert "id" not in dashboard, "an id would be that of another Grafana"
     assert "datasource" in {variable["name"] for variable in dashboard["templating"]["list"]}

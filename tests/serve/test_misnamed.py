@@ -26,7 +26,7 @@ VLLM = [
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_slip_is_found_in_the_bytes_and_in_the_fields(name: str) -> None:
+def test_a_slip_is_found_in_the_bytes_and_in_the_fields(name):
     assert misnamed.find({"model": "m", name: ["a"]}, READ) == name
     assert misnamed.find({"model": "m", name: None}, READ) is None, "null is not given"
     assert misnamed.find({name: ["a"]}, (*READ, name)) is None, "what is read is no slip"
@@ -34,20 +34,20 @@ def test_a_slip_is_found_in_the_bytes_and_in_the_fields(name: str) -> None:
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", ["cartridges", "cartridge", "cartridge_id"])
-def test_a_field_that_stands_in_another_object_is_found(place: str, name: str) -> None:
+def test_a_field_that_stands_in_another_object_is_found(place, name):
     fields: Any = {name: ["a"]}
     for part in reversed(place.split(".")):
         fields = {part: fields}
     assert misnamed.find(fields, READ) == f"{place}.{name}"
 
 
-def test_a_field_of_a_message_is_found() -> None:
+def test_a_field_of_a_message_is_found():
     message = {"role": "user", "content": "x", "cartridges": ["a"]}
     assert misnamed.find({"messages": [message]}, READ) == "messages[].cartridges"
     assert misnamed.find({"input": [message]}, READ) == "input[].cartridges"
 
 
-def test_words_of_the_users_own_are_none_of_our_business() -> None:
+def test_words_of_the_users_own_are_none_of_our_business():
     printer = {"type": "object", "properties": {"cartridges": {"type": "integer"}, "cartridge": {"type": "string"}}}
     fields = {
         "messages": [{"role": "user", "content": 'Which cartridges? {"cartridge": 1}'}],
@@ -61,9 +61,9 @@ def test_words_of_the_users_own_are_none_of_our_business() -> None:
 
 
 @pytest.mark.parametrize("name", VLLM)
-def test_vllms_own_fields_are_no_slips(name: str) -> None:
+def test_vllms_own_fields_are_no_slips(name):
     assert misnamed.find({name: "x"}, ()) is None
 
 
-def test_a_name_without_end_costs_nothing() -> None:
+def test_a_name_without_end_costs_nothing():
     assert misnamed.find({"cartridge" * 100_000: 1}, READ) is None

@@ -46,9 +46,7 @@ def _led(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, home: P
         ('--kv-transfer-config {"kv_connector":"LMCacheMPConnector"}', "multiprocess", "multiprocess"),
     ],
 )
-def test_the_mode_that_leads_has_what_is_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, given: str, on_cpu: str, on_gpu: str
-) -> None:
+def test_the_mode_that_leads_has_what_is_asked_for(tmp_path, monkeypatch, capsys, given, on_cpu, on_gpu):
     for mode, gpu in ((on_cpu, False), (on_gpu, True)):
         made = _led(monkeypatch, capsys, tmp_path, given, gpu=gpu)
         connector = json.loads(_option(made["command"], "--kv-transfer-config"))
@@ -59,9 +57,7 @@ def test_the_mode_that_leads_has_what_is_asked_for(
         assert connector["kv_role"] == ("kv_both" if saves else "kv_consumer")
 
 
-def test_a_mode_that_leads_saves_only_what_both_would(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_mode_that_leads_saves_only_what_both_would(tmp_path, monkeypatch, capsys):
     for gpu in (False, True):
         made = _led(monkeypatch, capsys, tmp_path, "--l1-bytes 1GiB", gpu=gpu)
         assert json.loads(_option(made["command"], "--kv-transfer-config"))["kv_role"] == "kv_both"
@@ -78,15 +74,11 @@ def test_a_mode_that_leads_saves_only_what_both_would(
         ("-dp 2 --enable-sleep-mode", "data parallelism"),
     ],
 )
-def test_what_the_chosen_mode_does_not_take_is_refused_with_the_way_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, given: str, mend: str
-) -> None:
+def test_what_the_chosen_mode_does_not_take_is_refused_with_the_way_out(tmp_path, monkeypatch, capsys, given, mend):
     assert mend in _led(monkeypatch, capsys, tmp_path, given, gpu=False)
 
 
-def test_a_start_says_which_mode_leads_and_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_start_says_which_mode_leads_and_why(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(launch_module.Launch, "become", lambda launch: None)
     for given, line in (
         ([], "in-process mode: vLLM has no GPU here"),

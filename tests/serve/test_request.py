@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import sqlite3
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,12 +17,10 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 from making import make_artifact, make_fingerprint, make_rope
-from s3 import S3Server
 from waiting import Clock
 
 from lmcache_cartridge.artifact import reading
 from lmcache_cartridge.artifact.manifest import Compaction, Manifest, Provenance, Tokens, Training
-from lmcache_cartridge.artifact.model import Rope
 from lmcache_cartridge.artifact.writing import ArtifactWriter
 from lmcache_cartridge.engine.contract import ADAPTER, GRANT, TAG, TENANT
 from lmcache_cartridge.library.manifest_cache import ManifestCache
@@ -55,7 +52,7 @@ class Home(NamedTuple):
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> Home:
+def home(tmp_path):
     """Two prefill cartridges, two trained ones of which one has its document, one of tokens only, one not registered."""
     root = tmp_path / "secret-home"
     settings = from_mapping({"home": root, "roots": [str(tmp_path / "allowed")]})
@@ -111,16 +108,14 @@ def _refusal(call: Any, *args: Any, **kwargs: Any) -> Refusal:
         ({"other": 1}, {"lmcache.tag.tenant": "x", "lmcache.skip_save": True}, []),
     ],
 )
-def test_cartridges_are_named_by_the_field_or_by_the_parameter(
-    fields: dict[str, Any], params: dict[str, Any] | None, expected: list[str]
-) -> None:
+def test_cartridges_are_named_by_the_field_or_by_the_parameter(fields, params, expected):
     assert [reference.id for reference in read_references(fields, params)] == expected
 
 
 @pytest.mark.parametrize(
     ("name", "where"), [("a", "registry"), ("a@1", "registry"), ("/a", "local"), ("s3://b/k", "s3")]
 )
-def test_the_source_follows_from_the_form_of_the_id_unless_it_is_given(name: str, where: str) -> None:
+def test_the_source_follows_from_the_form_of_the_id_unless_it_is_given(name, where):
     assert Reference(id=name).where() == where
     assert Reference(id=name, source="local").where() == "local"
 
@@ -149,9 +144,7 @@ STALLING = [
     + [({}, params, "kv_transfer_params must be an object") for params in ([], "a")]
     + [({"cartridges": ["a"]}, {"cartridge_id": "a"}, "")],
 )
-def test_what_is_malformed_stalls_the_engine_or_names_anothers_kv_is_refused_by_its_place(
-    fields: Any, params: Any, place: str
-) -> None:
+def test_what_is_malformed_stalls_the_engine_or_names_anothers_kv_is_refused_by_its_place(fields, params, place):
     refusal = _refusal(read_references, fields, params)
     assert refusal.status == 400
     assert str(refusal).startswith(place)
@@ -167,7 +160,7 @@ _json = st.recursive(
 
 @examples(max_examples=500, deadline=None)
 @given(cartridges=_json, params=st.none() | st.dictionaries(st.sampled_from(["cartridge_id", TAG]) | st.text(), _json))
-def test_any_json_at_all_is_read_or_refused(cartridges: Any, params: Any) -> None:
+def test_any_json_at_all_is_read_or_refused(cartridges, params):
     try:
         assert all(
             isinstance(reference, Reference) for reference in read_references({"cartridges": cartridges}, params)
@@ -179,7 +172,7 @@ def test_any_json_at_all_is_read_or_refused(cartridges: Any, params: Any) -> Non
 # What names stand for.
 
 
-def test_registered_names_versions_and_labels_are_found(home: Home) -> None:
+def test_registered_names_versions_and_labels_are_found(home):
     assert home.resolve("a").manifests == home.resolve("a@1").manifests == home.resolve("current").manifests
     assert home.resolve("a", "b", "trained").names == "a@1, b@1, trained@1"
     assert home.resolve("a", "b").used(40) == "a@1;positions=32;injected=32, b@1;positions=20;injected=8"
@@ -203,7 +196,7 @@ def test_registered_names_versions_and_labels_are_found(home: Home) -> None:
         "s3://b/../o",
     ],
 )
-def test_an_unknown_name_or_bucket_is_not_found_and_shown_as_it_was_sent(home: Home, name: str) -> None:
+def test_an_unknown_name_or_bucket_is_not_found_and_shown_as_it_was_sent(home, name):
     refusal = _refusal(home.resolve, name)
     assert refusal.status == 404
     assert repr(name)[1:20] in str(refusal)
@@ -211,7 +204,7 @@ def test_an_unknown_name_or_bucket_is_not_found_and_shown_as_it_was_sent(home: H
     assert len(str(refusal)) < 200
 
 
-def test_an_artefact_under_a_configured_root_is_found_by_its_path(home: Home) -> None:
+def test_an_artefact_under_a_configured_root_is_found_by_its_path(home):
     path = home.settings.roots[0] / "l"
     assert home.resolve(str(path)).manifests == (home.manifests["local"],)
     (home.settings.roots[0] / "link").symlink_to(path)
@@ -227,7 +220,7 @@ OUTSIDE = {
 
 
 @pytest.mark.parametrize("path", OUTSIDE.values(), ids=OUTSIDE)
-def test_whatever_is_not_under_a_root_is_not_found_be_it_there_or_not(home: Home, path: str) -> None:
+def test_whatever_is_not_under_a_root_is_not_found_be_it_there_or_not(home, path):
     root = home.settings.roots[0]
     (root / "out").symlink_to(home.settings.home / "c" / "a")
     (root / "loop").symlink_to(root / "loop")
@@ -240,8 +233,8 @@ def test_whatever_is_not_under_a_root_is_not_found_be_it_there_or_not(home: Home
 
 
 def test_a_directory_under_a_root_that_is_no_cartridge_is_not_usable_and_no_path_but_the_clients_is_told(
-    home: Home,
-) -> None:
+    home,
+):
     path = home.settings.roots[0] / "empty"
     path.mkdir()
     (home.settings.roots[0] / "alias").symlink_to(path)
@@ -251,7 +244,7 @@ def test_a_directory_under_a_root_that_is_no_cartridge_is_not_usable_and_no_path
 
 
 @pytest.mark.parametrize("damage", ["manifest", "gone", "ids", "exchanged"])
-def test_a_damaged_or_exchanged_artefact_is_not_usable_and_its_path_not_told(home: Home, damage: str) -> None:
+def test_a_damaged_or_exchanged_artefact_is_not_usable_and_its_path_not_told(home, damage):
     root = home.settings.home / "c" / "a"
     assert home.resolve("a")
     text = (root / "manifest.json").read_text()
@@ -271,15 +264,13 @@ def test_a_damaged_or_exchanged_artefact_is_not_usable_and_its_path_not_told(hom
 
 
 @pytest.mark.parametrize("damage", [lambda payload: os.truncate(payload, 9), Path.unlink], ids=["truncated", "gone"])
-def test_whose_payload_is_damaged_is_found_by_its_tokens_and_left_to_the_workers(
-    home: Home, damage: Callable[[Path], None]
-) -> None:
+def test_whose_payload_is_damaged_is_found_by_its_tokens_and_left_to_the_workers(home, damage):
     sound = home.resolve("a")
     damage(home.settings.home / "c" / "a" / "payload.safetensors")
     assert Resolver(home.settings).resolve([Reference(id="a")]) == sound
 
 
-def test_a_new_version_is_found_at_once(home: Home) -> None:
+def test_a_new_version_is_found_at_once(home):
     before = home.resolve("a")
     root = home.settings.home / "c" / "a2"
     make_artifact(root, positions=32, cartridge_id="a", version=2, seed=50)
@@ -302,9 +293,7 @@ COMPACTION = Compaction("repeat", 9, 1, 1.0)
         ({"compaction": msgspec.structs.replace(COMPACTION, refine=9)}, 64, None),
     ],
 )  # fmt: skip
-def test_what_a_cartridge_of_16_positions_was_made_for(
-    home: Home, about: dict[str, Any], tokens: int, company: int | None
-) -> None:
+def test_what_a_cartridge_of_16_positions_was_made_for(home, about, tokens, company):
     """`tokens` is the length of its document, 0 where that is not known."""
     made = home.manifests["trained"]
     provenance = msgspec.structs.replace(made.provenance, **about)
@@ -313,7 +302,7 @@ def test_what_a_cartridge_of_16_positions_was_made_for(
     assert home.manifests["a"].company is None, "a prefill's KV is a document's"
 
 
-def test_a_chain_says_which_of_its_cartridges_were_made_for_less_company(home: Home) -> None:
+def test_a_chain_says_which_of_its_cartridges_were_made_for_less_company(home):
     path, made = Path(home.settings.home) / "c/t" / reading.MANIFEST, home.manifests["trained"]
     provenance = msgspec.structs.replace(made.provenance, training=TRAINING)
     path.write_bytes(msgspec.structs.replace(made, provenance=provenance).encode())
@@ -329,7 +318,7 @@ def test_a_chain_says_which_of_its_cartridges_were_made_for_less_company(home: H
         assert (refusal.status, notice in str(refusal)) == (400, True)
 
 
-def test_a_quarantined_trained_cartridge_is_not_usable_unless_its_document_can_take_its_place(home: Home) -> None:
+def test_a_quarantined_trained_cartridge_is_not_usable_unless_its_document_can_take_its_place(home):
     quarantine = Quarantine(home.settings.quarantine_dir)
     for name in ("trained", "whole", "a"):
         quarantine.put(home.manifests[name].digest, "/secret/path has a wrong checksum")
@@ -341,7 +330,7 @@ def test_a_quarantined_trained_cartridge_is_not_usable_unless_its_document_can_t
 
 
 @pytest.mark.parametrize("fault", ["gone", "quarantined", "passed over"])
-def test_an_id_means_an_older_version_while_the_newest_cannot_be_had(home: Home, fault: str) -> None:
+def test_an_id_means_an_older_version_while_the_newest_cannot_be_had(home, fault):
     clock = Clock()
     registry, resolver = Registry(home.settings.registry_path), Resolver(home.settings, clock)
     newest = {
@@ -385,8 +374,8 @@ def test_an_id_means_an_older_version_while_the_newest_cannot_be_had(home: Home,
 
 @pytest.mark.parametrize("by", ["this machine", "another"])
 def test_what_is_pushed_over_a_served_prefix_and_registered_is_served(
-    by: str, s3_credentials: S3Server, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    by, s3_credentials, bucket, tmp_path, monkeypatch
+):
     """Whoever registers it has read it: here its copy is found, elsewhere this machine has none yet."""
     monkeypatch.setattr("lmcache_cartridge.serve.resolve._REPLACED_S", 0.0)
     location = f"s3://{bucket}/h"
@@ -419,12 +408,12 @@ def test_what_is_pushed_over_a_served_prefix_and_registered_is_served(
         ("/srv/k: v/h/copy/payload.safetensors is short", "copy of h@1/payload.safetensors is short"),
     ],
 )
-def test_a_reason_has_no_directories(reason: str, shown: str) -> None:
+def test_a_reason_has_no_directories(reason, shown):
     assert without_paths(reason, {"/srv/k: v/h": "h@1", "/srv/k: v/h/copy": "copy of h@1"}) == shown
 
 
 @pytest.mark.parametrize("damage", ["corrupt", "no text"])
-def test_what_was_found_is_served_on_while_the_registry_cannot_be_read(home: Home, damage: str) -> None:
+def test_what_was_found_is_served_on_while_the_registry_cannot_be_read(home, damage):
     resolver = Resolver(home.settings)
     before, path = resolver.resolve([Reference(id="a")]), home.settings.registry_path
     kept = path.read_bytes()
@@ -466,9 +455,7 @@ IDS = tuple(range(16))
          "b@1;positions=20;injected=0;served=document"),
     ],
 )  # fmt: skip
-def test_what_stands_in_front_of_tokens_is_injected_and_what_stands_behind_is_computed(
-    home: Home, chain: list[str], injected: list[str], told: str
-) -> None:
+def test_what_stands_in_front_of_tokens_is_injected_and_what_stands_behind_is_computed(home, chain, injected, told):
     selection = home.resolve(*chain)
     assert selection.token_ids == sum((home.resolve(name).token_ids for name in chain), ())
     digests = [home.manifests[name].digest for name in injected]
@@ -479,7 +466,7 @@ def test_what_stands_in_front_of_tokens_is_injected_and_what_stands_behind_is_co
     assert selection.used(1000) == told
 
 
-def test_a_trained_one_behind_tokens_is_computed_from_its_document_where_that_is_allowed(home: Home) -> None:
+def test_a_trained_one_behind_tokens_is_computed_from_its_document_where_that_is_allowed(home):
     refusal = _refusal(home.resolve, "text", "whole")
     assert (refusal.status, "whole@1 is trained: it stands behind text@1" in str(refusal)) == (422, True)
     assert "on_miss=document" in str(refusal)
@@ -493,7 +480,7 @@ def test_a_trained_one_behind_tokens_is_computed_from_its_document_where_that_is
     assert home.resolve("whole", "text").must_inject == 16, "in front of them it is injected"
 
 
-def test_what_is_computed_behind_tokens_is_of_their_model(home: Home) -> None:
+def test_what_is_computed_behind_tokens_is_of_their_model(home):
     root = home.settings.home / "c/other"
     make_artifact(root, positions=16, cartridge_id="other", seed=9, layers=5)
     Registry(home.settings.registry_path).register(root)
@@ -505,8 +492,8 @@ def test_what_is_computed_behind_tokens_is_of_their_model(home: Home) -> None:
 
 
 def test_documents_stand_where_every_part_has_one_and_the_last_trained_one_ends_what_must_not_be_computed(
-    home: Home,
-) -> None:
+    home,
+):
     a, b, text = (home.resolve(name).token_ids for name in ("a", "b", "text"))
     mixed = home.resolve("a", "whole", "b")
     assert (mixed.document_ids, mixed.must_inject) == (a + (7, 8, 9) + b, 48)
@@ -516,7 +503,7 @@ def test_documents_stand_where_every_part_has_one_and_the_last_trained_one_ends_
     assert (replaced.document_ids, replaced.replaced) == (a + text, told)
 
 
-def test_a_chain_of_llama4_ends_where_its_attention_depends_on_the_engine(home: Home) -> None:
+def test_a_chain_of_llama4_ends_where_its_attention_depends_on_the_engine(home):
     rope = make_rope(rotary_dim=2)
     shape = make_fingerprint(layers=1, kv_heads=1, head_size=2, rope=msgspec.structs.replace(rope, pairing="half"))
     shape = msgspec.structs.replace(shape, architecture="Llama4ForCausalLM")
@@ -539,7 +526,7 @@ def test_a_chain_of_llama4_ends_where_its_attention_depends_on_the_engine(home: 
         ((msgspec.structs.replace(make_rope(), layers=()),), "has no rotary embedding"),
     ],
 )
-def test_a_cartridge_whose_keys_cannot_be_moved_stands_first_or_is_refused(home: Home, rope: Rope, reason: str) -> None:
+def test_a_cartridge_whose_keys_cannot_be_moved_stands_first_or_is_refused(home, rope, reason):
     shape = msgspec.structs.replace(SHAPE, rope=rope)
     root = home.settings.home / "c/still"
     make_artifact(root, positions=16, cartridge_id="still", kind="trained", seed=9, fingerprint=shape)
@@ -551,7 +538,7 @@ def test_a_cartridge_whose_keys_cannot_be_moved_stands_first_or_is_refused(home:
     assert reason in str(refusal)
 
 
-def test_the_salt_differs_for_every_chain_order_content_and_client_salt(home: Home) -> None:
+def test_the_salt_differs_for_every_chain_order_content_and_client_salt(home):
     chains = [["a"], ["b"], ["a", "b"], ["b", "a"], ["a", "a"], ["trained"], ["whole"], ["text"]]
     salts = {home.resolve(*chain).salt(client) for chain in chains for client in (None, "x", "y", "x\0", "\0x")}
     assert len(salts) == len(chains) * 5
@@ -587,9 +574,7 @@ KEYED = {f"key:{hashlib.sha256(b'sk-1').hexdigest()}": "for-key", "model:m": "fo
         (STATIC | {"static": {"model:m": "x"}}, {}, "n", None, []),
     ],
 )
-def test_each_router_chooses_by_its_own_and_what_the_request_names_comes_first(
-    values: Any, fields: Any, model: Any, key: Any, chosen: list[str]
-) -> None:
+def test_each_router_chooses_by_its_own_and_what_the_request_names_comes_first(values, fields, model, key, chosen):
     assert [one.id for one in Router(from_mapping(values)).choose(fields, None, model, key)] == chosen
 
 
@@ -600,15 +585,13 @@ def test_each_router_chooses_by_its_own_and_what_the_request_names_comes_first(
         ({"router": "composite", "composites": CHAINS}, {"cartridge_label": "a"}, 404),
     ],
 )
-def test_a_chain_too_long_by_composites_and_a_label_that_is_none_are_refused(
-    values: Any, fields: Any, status: int
-) -> None:
+def test_a_chain_too_long_by_composites_and_a_label_that_is_none_are_refused(values, fields, status):
     assert _refusal(Router(from_mapping(values)).choose, fields, None, None, None).status == status
 
 
 @pytest.mark.parametrize("label", ["", "x" * 129, 5, ["a"], "\ud800", "a\nb"])
 @pytest.mark.parametrize("router", ["label", "composite"])
-def test_a_malformed_label_is_refused_by_its_fields_name(router: str, label: Any) -> None:
+def test_a_malformed_label_is_refused_by_its_fields_name(router, label):
     refusal = _refusal(Router(from_mapping({"router": router})).choose, {"cartridge_label": label}, None, None, None)
     assert refusal.status == 400
     assert "cartridge_label" in str(refusal)
@@ -622,12 +605,12 @@ def test_a_malformed_label_is_refused_by_its_fields_name(router: str, label: Any
     [("m", ()), ("m:7b", ()), ("m:a", ("a",)), ("m:7b:a", ("a",)), ("m:a@2, b", ("a@2", "b")), ("bot", ("x", "y")),
      ("m:s3://b/k", ("s3://b/k",)), ("other:a", ()), ("mm:a", ()), (None, ()), (5, ()), ("m:bot", ("bot",))],
 )  # fmt: skip
-def test_a_model_name_may_name_cartridges(model: Any, ids: tuple[str, ...]) -> None:
+def test_a_model_name_may_name_cartridges(model, ids):
     assert read_model(model, ("m", "m:7b"), {"bot": ["x", "y"], "m": ["never"]}) == ids
 
 
 @pytest.mark.parametrize("model", ["m:", "m:,", "m:a,", "m: ", "m:a b", "m:\n", "m:\ud800", "m:" + ",".join("a" * 17)])
-def test_a_model_name_that_names_cartridges_wrong_is_refused(model: str) -> None:
+def test_a_model_name_that_names_cartridges_wrong_is_refused(model):
     assert _refusal(read_model, model, ("m",), {}).status == 400
 
 
@@ -636,9 +619,7 @@ def test_a_model_name_that_names_cartridges_wrong_is_refused(model: str) -> None
     [({"cartridges": ["b"]}, "m:a", ()), ({}, "m:a", ("b",)), ({}, "m:a", ("a@1",)), ({"cartridges": ["a", "b"]}, "m:a", ()),
      ({"cartridges": ["a"]}, "m:a", ("b",)), ({"cartridges": ["b"]}, "m:a", ("a",)), ({"cartridges": ["a"]}, "m", ("b",))],
 )  # fmt: skip
-def test_ways_of_naming_that_contradict_each_other_are_refused(
-    fields: dict[str, Any], model: str, header: tuple[str, ...]
-) -> None:
+def test_ways_of_naming_that_contradict_each_other_are_refused(fields, model, header):
     router = Router(from_mapping({}))
     router.models = ("m",)
     assert _refusal(router.choose, fields, None, model, None, header).status == 400
@@ -648,9 +629,7 @@ def test_ways_of_naming_that_contradict_each_other_are_refused(
 
 @pytest.mark.parametrize("where", ["local", "registry", "s3"])
 @pytest.mark.parametrize("fault", ["another model", "too long"])
-def test_ids_that_the_engine_cannot_use_are_not_read(
-    home: Home, s3_credentials: S3Server, bucket: str, tmp_path: Path, where: str, fault: str
-) -> None:
+def test_ids_that_the_engine_cannot_use_are_not_read(home, s3_credentials, bucket, tmp_path, where, fault):
     shape = msgspec.structs.replace(SHAPE, layers=4) if fault == "another model" else SHAPE
     root = tmp_path / "allowed/huge"
     make_artifact(root, positions=128, cartridge_id="huge", fingerprint=shape)
@@ -676,7 +655,7 @@ def test_ids_that_the_engine_cannot_use_are_not_read(
         assert "cannot be used with the model served here: made for another model" in str(refusal)
 
 
-def test_a_document_that_is_longer_than_the_context_is_not_read(home: Home, tmp_path: Path) -> None:
+def test_a_document_that_is_longer_than_the_context_is_not_read(home, tmp_path):
     root = tmp_path / "allowed/long"
     _without_kv_or_with_document(root, "long", "trained", list(range(100)))
     for longest, read in ((101, True), (100, False)):

@@ -134,8 +134,8 @@ async def _plain(engine: _Engine, params: Any, **settings: Any) -> list[str | No
     ],
 )  # fmt: skip
 def test_what_was_lost_is_computed_once_more_and_of_several_answers_those_that_have_not_begun(
-    tmp_path: Path, kind: str, on_miss: str, events: list[Any], n: int, seen: list[Any], asked: list[int]
-) -> None:
+    tmp_path, kind, on_miss, events, n, seen, asked
+):
     """A document whatever the settings say; a trained one's text where they say so."""
     engine = _Engine(*events)
     trained = kind == "trained"
@@ -149,7 +149,7 @@ def test_what_was_lost_is_computed_once_more_and_of_several_answers_those_that_h
 
 
 @pytest.mark.parametrize("tokens", [0, 2])
-def test_a_prompt_that_names_no_cartridge_is_computed_where_it_lost_a_documents_chunks(tokens: int) -> None:
+def test_a_prompt_that_names_no_cartridge_is_computed_where_it_lost_a_documents_chunks(tokens):
     """A document at the head of a prompt is injected without being named, and may be lost as others are."""
     engine, own = _Engine(*[(0, None)] * tokens, LOST), {"lmcache.tag.mine": "x"}
     seen = asyncio.run(_plain(engine, own))
@@ -162,9 +162,7 @@ def test_a_prompt_that_names_no_cartridge_is_computed_where_it_lost_a_documents_
 
 @pytest.mark.parametrize("kind", ["prefill", "trained"])
 @pytest.mark.parametrize("adapter", [None, object()])
-def test_a_client_that_leaves_in_an_answer_and_one_of_an_adapter_leave_no_claim(
-    tmp_path: Path, kind: str, adapter: object
-) -> None:
+def test_a_client_that_leaves_in_an_answer_and_one_of_an_adapter_leave_no_claim(tmp_path, kind, adapter):
     claim, closed = _Noted(_selection(tmp_path, kind)), []
 
     class Endless:
@@ -202,9 +200,7 @@ def test_a_client_that_leaves_in_an_answer_and_one_of_an_adapter_leave_no_claim(
         ("prefill", [(0, None), (1, None), LOST], "error", False), ("trained", [(0, None), (1, "error")], "error", False),
     ],
 )  # fmt: skip
-def test_what_can_neither_be_computed_nor_go_on_is_an_error(
-    tmp_path: Path, kind: str, events: list[Any], on_miss: str, document: bool
-) -> None:
+def test_what_can_neither_be_computed_nor_go_on_is_an_error(tmp_path, kind, events, on_miss, document):
     for retry_status in (503, 425):
         engine, n = _Engine(*events), 1 + max(index for index, _ in events)
         with pytest.raises(GenerationError, match="ask again") as caught:
@@ -218,14 +214,14 @@ def test_what_can_neither_be_computed_nor_go_on_is_an_error(
 @pytest.mark.parametrize(
     "params", [{TAG: "00"}, {GRANT: {"must_inject": 0}}, {"disagg_spec": {}}, "a", ["a"], {"cartridge_id": "a"}]
 )
-def test_parameters_that_come_past_the_router_are_refused_before_the_engine(params: Any) -> None:
+def test_parameters_that_come_past_the_router_are_refused_before_the_engine(params):
     engine = _Engine()
     with pytest.raises(GracefulHTTPError) as caught:
         asyncio.run(_plain(engine, params))
     assert (caught.value.http_status, engine.prompts) == (400, [])
 
 
-def test_an_engine_that_must_inject_answers_no_prompt_that_came_without_a_cartridge() -> None:
+def test_an_engine_that_must_inject_answers_no_prompt_that_came_without_a_cartridge():
     """Whatever route it came by: a request that was given its document's text instead has noted that."""
     engine = _Engine()
     with pytest.raises(GracefulHTTPError, match="`required`") as caught:
@@ -244,9 +240,7 @@ def test_an_engine_that_must_inject_answers_no_prompt_that_came_without_a_cartri
 
 
 @pytest.mark.parametrize(("cached", "first", "second"), [(0, 0, 0), (16, 16, 0), (20, 16, 4), (48, 16, 24)])
-def test_the_header_says_of_each_cartridge_what_was_injected(
-    tmp_path: Path, cached: int, first: int, second: int
-) -> None:
+def test_the_header_says_of_each_cartridge_what_was_injected(tmp_path, cached, first, second):
     settings = from_mapping({"home": tmp_path})
     for name, positions in (("a", 16), ("b", 24)):
         make_artifact(tmp_path / name, positions=positions, cartridge_id=name, seed=positions)
@@ -288,7 +282,7 @@ def _cached(tokens: int, external: int) -> Cached:
         (40, 16, "injected=16;cached=8"), (20, 3, "injected=3;cached=1"), (16, 8, "injected=0"), (90, 4, "injected=0;cached=24"),
     ],
 )  # fmt: skip
-def test_injected_is_what_the_connector_brought_and_not_what_vllm_had(cached: int, external: int, told: str) -> None:
+def test_injected_is_what_the_connector_brought_and_not_what_vllm_had(cached, external, told):
     """Of a cartridge at positions 16 to 40, where what vLLM had is before what the connector brought."""
     counted = _cached(cached, external)
     assert (counted, counted.external) == (cached, external)
@@ -396,9 +390,7 @@ _SAID = "a@1;positions=16;injected=16;served=prompt"
     ids=["both", "computed", "nothing ever answered", "an adapter's are its own", "vLLM's cache of what was computed",
          "no answer is lost with the workers", "lost and computed", "several", "in the other order"],
 )  # fmt: skip
-def test_a_prompt_that_names_none_is_told_whose_kv_it_rests_on(
-    tmp_path: Path, ranks: list[Any], prompts: dict[int, Any], given: dict[str, Any], said: str | None
-) -> None:
+def test_a_prompt_that_names_none_is_told_whose_kv_it_rests_on(tmp_path, ranks, prompts, given, said):
     """The response begins before the first prompt has ended, and waits for what all of them say."""
     workers = _Answers(*ranks)
     assert _told(tmp_path, workers, prompts, **given) == (said, True)
@@ -426,7 +418,7 @@ def _rendered(request: Any, **settings: Any) -> Any:
     return asyncio.run(CartridgeRenderer(_Renders(), admission).render_completion(request))[0]
 
 
-def test_a_request_for_none_is_computed_and_finds_nothing_that_was_not() -> None:
+def test_a_request_for_none_is_computed_and_finds_nothing_that_was_not():
     """By a salt that other requests do not have, of each client its own, and parameters that no cartridge has."""
     first, own, plain = _request(), _request(cache_salt="a"), _request(model_extra={})
     salts = [_rendered(request)["cache_salt"] for request in (first, own, plain, _request())]
@@ -452,9 +444,7 @@ def test_a_request_for_none_is_computed_and_finds_nothing_that_was_not() -> None
         ({"model_extra": {"cartridges": True}}, {}, 400, "list"),
     ],
 )  # fmt: skip
-def test_a_request_for_none_that_asks_for_one_is_refused(
-    fields: dict[str, Any], settings: dict[str, Any], status: int, message: str
-) -> None:
+def test_a_request_for_none_that_asks_for_one_is_refused(fields, settings, status, message):
     with pytest.raises(GracefulHTTPError, match=message) as caught:
         _rendered(_request(**fields), **settings)
     assert caught.value.http_status == status

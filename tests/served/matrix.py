@@ -198,13 +198,13 @@ def serve_family(name: str, directory: Path) -> Iterator[Served]:
 class CellTests:
     """What every cell is asked: a subclass with a fixture `served`."""
 
-    def test_validate_finds_every_answer_as_transformers_and_the_dense_prompt_have_it(self, served: Served) -> None:
+    def test_validate_finds_every_answer_as_transformers_and_the_dense_prompt_have_it(self, served):
         rows = served.validate(TIERS, "--model", served.path, "--chunk-size", str(served.cell.chunk))
         assert {(row["tier"], row["result"]) for row in rows} == {
             (tier, "pass") for tier in ("noise", *TIERS.split(","))
         }, rows
 
-    def test_a_named_document_is_injected_and_told_from_another(self, served: Served) -> None:
+    def test_a_named_document_is_injected_and_told_from_another(self, served):
         (one, ids), (other, _), *_ = served.documents.items()
         mine, others, computed = (
             served.ask(served.question, one),
@@ -215,7 +215,7 @@ class CellTests:
         assert difference(mine, computed) < served.cell.noise
         assert difference(others, computed) > 0.1 + 2 * served.cell.noise, "nobody could tell the documents apart"
 
-    def test_a_document_at_the_head_of_a_prompt_is_injected_wherever_the_prompt_ends(self, served: Served) -> None:
+    def test_a_document_at_the_head_of_a_prompt_is_injected_wherever_the_prompt_ends(self, served):
         ids, chunk = next(iter(served.documents.values())), served.cell.chunk
         # By default no prompt waits for chunks that it does not name: the first has them loaded, and is computed.
         until(lambda: served.ask(ids).cached_tokens)
@@ -225,7 +225,7 @@ class CellTests:
             assert reply.cached_tokens == min(served.whole(length), length - 1)
             assert served.cell.in_fp8 or difference(reply, served.computed(ids[:length])) < served.cell.noise
 
-    def test_what_is_computed_behind_a_cartridge_is_saved_for_its_tenant(self, served: Served) -> None:
+    def test_what_is_computed_behind_a_cartridge_is_saved_for_its_tenant(self, served):
         (name, ids), *_ = served.documents.items()
         behind = [*served.text, *served.question]
         whole, all_of_it = served.whole(len(ids)), served.whole(len(ids + behind))
@@ -247,7 +247,7 @@ class CellTests:
         of = replies[0] if served.cell.in_fp8 else computed
         assert max(difference(reply, of) for reply in replies) < served.cell.noise
 
-    def test_it_was_run_as_its_line_says(self, served: Served) -> None:
+    def test_it_was_run_as_its_line_says(self, served):
         log, cell = served.log.read_text(errors="replace"), served.cell
         if cell.mode == "in-process":
             layout = re.search(r"serving \d+ cartridges .*, rank 0 of \d, (\S+)", log)[1]

@@ -115,16 +115,14 @@ def serving(
 
 
 @pytest.fixture(scope="module")
-def wards() -> dict[str, Ward]:
+def wards():
     """Four sheets without a patient in common."""
     model = CausalModel(MODEL)
     return {name: write_ward(model, patients(i, len(WARDS)), name) for i, name in enumerate(WARDS)}
 
 
 @pytest.fixture(scope="module", params=["in-process", "multiprocess"])
-def served(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, wards: dict[str, Ward]
-) -> Iterator[Served]:
+def served(request, tmp_path_factory, wards):
     """A server in each mode."""
     with serving(tmp_path_factory.mktemp("home"), wards, request.param) as found:
         yield found

@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from http import HTTPStatus
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
@@ -55,13 +53,13 @@ class Served(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def mode() -> str:
+def mode():
     """How LMCache runs; `test_l2_api` has the other one."""
     return "in-process"
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory, mode: str) -> Iterator[Served]:
+def served(tmp_path_factory, mode):
     home = tmp_path_factory.mktemp("home")
     settings = from_mapping(
         {"home": home, "cpu_bytes": 256 << 20, "admin": True, "roots": [str(home / "allowed")],
@@ -194,7 +192,7 @@ _FIELDS = _NEARLY_RIGHT | st.fixed_dictionaries(
 class ApiTests:
     """In each way LMCache runs: a subclass and a `mode` for each."""
 
-    def test_the_same_kv_under_other_identity_tokens_is_another_cartridge(self, served: Served) -> None:
+    def test_the_same_kv_under_other_identity_tokens_is_another_cartridge(self, served):
         """As two tools make it that take other ids for ordinary ones."""
         ward = served.wards["c"]
         register(served.model, served.settings, ward.ids, name="c-again", kind="trained", unusual=1)
@@ -204,7 +202,7 @@ class ApiTests:
             Registry(served.settings.registry_path).remove("c-again@1")
 
     @pytest.mark.parametrize("name", KINDS)
-    def test_completions_and_chat_answer_from_the_cartridge_and_count_it(self, served: Served, name: str) -> None:
+    def test_completions_and_chat_answer_from_the_cartridge_and_count_it(self, served, name):
         ward = served.wards[name]
         positions, whole = len(ward.ids), len(ward.ids) // CHUNK * CHUNK
         for fact in ward.facts[:8]:
@@ -220,15 +218,15 @@ class ApiTests:
                 assert reply.injected + reply.had == reply.cached_tokens
 
     def test_a_server_that_makes_no_contexts_is_said_so_to_whoever_builds_by_it(
-        self, served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+        self, served, tmp_path, monkeypatch, capsys
+    ):
         monkeypatch.setenv("VLLM_API_KEY", KEY)
         (tmp_path / "x").write_text("A document.")
         where = ["--url", served.url, "--home", str(tmp_path)]
         assert main(["build", *where, "--id", "x", "--document", str(tmp_path / "x")]) == 1
         assert "it has to be `serve --l1-bytes BYTES --set contexts=true`" in capsys.readouterr().err
 
-    def test_a_request_without_cartridges_is_left_alone(self, served: Served) -> None:
+    def test_a_request_without_cartridges_is_left_alone(self, served):
         fact = served.wards["a"].facts[0]
         reply = served.asker.complete(ask(fact, 0))
         assert reply.prompt_tokens == 1 + len(encode(ask(fact, 0))), "<s> and the question"
@@ -237,7 +235,7 @@ class ApiTests:
         assert sum(right) / len(right) <= BY_CHANCE
 
     @pytest.mark.parametrize("name", KINDS)
-    def test_a_stream_gives_the_same_answer_usage_and_header(self, served: Served, name: str) -> None:
+    def test_a_stream_gives_the_same_answer_usage_and_header(self, served, name):
         ward, fact = served.wards[name], served.wards[name].facts[1]
         positions, whole = len(ward.ids), len(ward.ids) // CHUNK * CHUNK
         reply, _ = served.asker.stream(ask(fact, 0), name)
@@ -251,7 +249,7 @@ class ApiTests:
         assert "".join(event.choices[0].delta.content or "" for event in events if event.choices).strip() == fact.value
 
     @pytest.mark.parametrize("name", KINDS)
-    def test_several_choices_prompts_logprobs_echo_and_stop_words_work(self, served: Served, name: str) -> None:
+    def test_several_choices_prompts_logprobs_echo_and_stop_words_work(self, served, name):
         facts = served.wards[name].facts[:3]
 
         def choices(prompt: Any, **options: Any) -> list[Any]:
@@ -268,7 +266,7 @@ class ApiTests:
         told = [*ask(facts[0], 0).split(), facts[0].value]
         assert echoed.text.split() == told, "the cartridge is not echoed"
 
-    def test_function_tools_go_with_cartridges(self, served: Served) -> None:
+    def test_function_tools_go_with_cartridges(self, served):
         fact = served.wards["c"].facts[0]
         tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
         for choice in ("none", "auto"):
@@ -286,19 +284,19 @@ class ApiTests:
         [{"cartridges": ["b"]}, {"cartridges": [{"id": "b@1", "source": "registry"}]}, {"cartridges": [{"id": "b", "force_redownload": True}]},
          {"kv_transfer_params": {"cartridge_id": "b"}}, {"kv_transfer_params": {"cartridge_id": ["b"], "lmcache.skip_save": True}}],
     )  # fmt: skip
-    def test_every_way_of_naming_a_cartridge_is_understood(self, served: Served, named: dict[str, Any]) -> None:
+    def test_every_way_of_naming_a_cartridge_is_understood(self, served, named):
         for fact in served.wards["b"].facts[:3]:
             reply = served.asker.complete(ask(fact, 0), **named)
             assert (reply.text.strip(), reply.used) == (fact.value, f"b@1;positions={len(served.wards['b'].ids)}")
 
-    def test_a_clients_own_tag_would_keep_the_cartridge_away_and_is_refused(self, served: Served) -> None:
+    def test_a_clients_own_tag_would_keep_the_cartridge_away_and_is_refused(self, served):
         tagged = {"lmcache.tag.tenant": "x"}
         assert served.asker.complete("Q: x? A:", kv_transfer_params=tagged).used is None
         for name in KINDS:
             status, message = _status(served.asker.complete, "Q: x? A:", name, kv_transfer_params=tagged)
             assert (status, "cache_salt" in message) == (422, True)
 
-    def test_responses_and_messages_answer_from_the_cartridge(self, served: Served) -> None:
+    def test_responses_and_messages_answer_from_the_cartridge(self, served):
         for fact in served.wards["c"].facts[:4]:
             named = {"cartridges": ["c"]}
             reply = served.asker.openai.responses.create(
@@ -318,7 +316,7 @@ class ApiTests:
                 assert reply.headers["x-cartridges"].startswith("c@1;positions=1024;injected=")
 
     @pytest.mark.parametrize("path", TAKING)
-    def test_a_header_names_cartridges_as_the_body_does(self, served: Served, path: str) -> None:
+    def test_a_header_names_cartridges_as_the_body_does(self, served, path):
         def post(headers: dict[str, str], **fields: Any) -> httpx.Response:
             return served.asker.http.post(path, json=TAKING[path] | fields, headers=headers)
 
@@ -345,9 +343,7 @@ class ApiTests:
 
     @pytest.mark.parametrize("path", SHOWING)
     @pytest.mark.parametrize("name", ["a", "both"])
-    def test_a_route_that_shows_tokens_shows_those_that_the_engine_gets(
-        self, served: Served, path: str, name: str
-    ) -> None:
+    def test_a_route_that_shows_tokens_shows_those_that_the_engine_gets(self, served, path, name):
         def tokens(extra: dict[str, Any]) -> list[int]:
             reply = served.asker.http.post(path, json=SHOWING[path] | extra).raise_for_status()
             named = reply.headers.get("x-cartridges", "")
@@ -372,7 +368,7 @@ class ApiTests:
             ).json()
             assert used["usage"]["prompt_tokens"] == len(head.token_ids) + len(own), "as many as the engine had"
 
-    def test_what_was_shown_cannot_be_generated_from(self, served: Served) -> None:
+    def test_what_was_shown_cannot_be_generated_from(self, served):
         for path in SHOWING:
             for extra, status in (({}, 200), ({"cartridges": ["a"]}, 400), ({"cartridges": ["b"]}, 400)):
                 shown = served.asker.http.post(path, json=SHOWING[path] | extra).raise_for_status().json()
@@ -380,7 +376,7 @@ class ApiTests:
                 reply = served.asker.http.post("/inference/v1/generate", json=shown | {"stream": False})
                 assert reply.status_code == status, (path, extra, reply.text)
 
-    def test_no_route_without_the_key_shows_a_document_or_reads_one(self, served: Served) -> None:
+    def test_no_route_without_the_key_shows_a_document_or_reads_one(self, served):
         """Every way to name a cartridge that was never asked for, on every route of the app that wants no key."""
         register(served.model, served.settings, served.wards["c"].ids[:CHUNK], name="unasked")
         every = served.asker.http.get("/openapi.json").json()["paths"]
@@ -411,7 +407,7 @@ class ApiTests:
         unknown = TAKING["/v1/completions"] | {"cartridges": ["nope"]}
         assert served.asker.http.post("/v1/completions", json=unknown, headers=lower).status_code == 404
 
-    def test_the_tokens_of_cartridges_are_told_with_the_key_and_nothing_is_loaded(self, served: Served) -> None:
+    def test_the_tokens_of_cartridges_are_told_with_the_key_and_nothing_is_loaded(self, served):
         def tokens(body: dict[str, Any], **headers: str) -> tuple[int, Any]:
             reply = served.asker.http.post("/v1/cartridges/tokens", json=body, headers=headers)
             return reply.status_code, reply.json()
@@ -425,9 +421,7 @@ class ApiTests:
             assert tokens(body)[0] == status
 
     @pytest.mark.parametrize("path", [*TAKING, *UNAWARE, *SHOWING])
-    def test_what_a_route_would_not_read_is_refused_and_never_answered_without_the_document(
-        self, served: Served, path: str
-    ) -> None:
+    def test_what_a_route_would_not_read_is_refused_and_never_answered_without_the_document(self, served, path):
         def refused(status: int, headers: dict[str, str] | None = None, **named: Any) -> str:
             reply = served.asker.http.post(path, json=body | named, headers=headers)
             assert reply.status_code == status, (named, headers, reply.text)
@@ -448,7 +442,7 @@ class ApiTests:
                       {"kv_transfer_params": {TAG: "00"}}):  # fmt: skip
             assert "cartridge" in refused(400, **named)
 
-    def test_an_escaped_or_oddly_encoded_field_is_seen_too(self, served: Served) -> None:
+    def test_an_escaped_or_oddly_encoded_field_is_seen_too(self, served):
         body = json.dumps({**_CHAT, "cartridges": ["c"]})
         for data in (
             body.replace("cartridges", "cartr\\u0069dges").encode(),
@@ -458,7 +452,7 @@ class ApiTests:
             reply = served.asker.http.post("/v1/messages", content=data, headers={"content-type": "application/json"})
             assert reply.headers["x-cartridges"].startswith("c@1;positions=1024;injected=")
 
-    def test_every_route_that_generates_is_known(self, served: Served) -> None:
+    def test_every_route_that_generates_is_known(self, served):
         every = served.asker.http.get("/openapi.json").json()["paths"]
         paths = {path for path, methods in every.items() if "post" in methods}
         taken = {
@@ -477,9 +471,7 @@ class ApiTests:
         )
 
     @pytest.mark.parametrize("params", [{TAG: "00" * 32}, {GRANT: {"must_inject": 0}}, {"disagg_spec": {}}])
-    def test_parameters_only_the_server_may_set_are_refused_on_every_way_in(
-        self, served: Served, params: dict[str, Any]
-    ) -> None:
+    def test_parameters_only_the_server_may_set_are_refused_on_every_way_in(self, served, params):
         given = {"kv_transfer_params": params}
         ways = {path: TAKING[path] | given for path in TAKING}
         sampling = {"max_tokens": 1, "extra_args": given}
@@ -496,14 +488,14 @@ class ApiTests:
         [("nope", 404), ("a@9", 404), ("/etc/passwd", 404), ("/", 404), ("s3://bucket/key", 404), ("../a", 404), (["a"] * 8, 400), ({"id": ""}, 400),
          ({"id": "a", "x": 1}, 400), (5, 400), ("x" * 2000, 400), ("loop", 404)],
     )  # fmt: skip
-    def test_what_cannot_be_had_is_an_openai_error(self, served: Served, cartridge: Any, status: int) -> None:
+    def test_what_cannot_be_had_is_an_openai_error(self, served, cartridge, status):
         chain = cartridge if isinstance(cartridge, list) else [cartridge]
         for ask_for in (served.asker.complete, served.asker.chat, served.asker.stream):
             found, message = _status(ask_for, "Q: x? A:", chain)
             assert found == status
             assert str(served.settings.home) not in message
 
-    def test_every_error_of_ours_has_one_shape_and_says_whether_asking_again_is_of_use(self, served: Served) -> None:
+    def test_every_error_of_ours_has_one_shape_and_says_whether_asking_again_is_of_use(self, served):
         http, completion = served.asker.http, TAKING["/v1/completions"]
         long = completion | {"prompt": [5] * 8000, "cartridges": ["a"]}
         bos = served.model.tokenizer.bos_token_id
@@ -523,7 +515,7 @@ class ApiTests:
             assert (told["type"], told["code"]) == (HTTPStatus(reply.status_code).phrase, reply.status_code), told
             assert reply.headers["x-should-retry"] == "false", (reply.request.url.path, told)
 
-    def test_a_cartridge_of_another_model_is_a_conflict(self, served: Served) -> None:
+    def test_a_cartridge_of_another_model_is_a_conflict(self, served):
         for kind in ("prefill", "trained"):
             register(served.model, served.settings, served.wards["a"].ids[:512], name=f"foreign-{kind}", kind=kind,
                      weights_digest="00" * 32)  # fmt: skip
@@ -536,7 +528,7 @@ class ApiTests:
         assert served.asker.http.post("/v1/cartridges/foreign-trained/pin").status_code == 409
         assert served.asker.right(served.wards["a"].facts[0], "a")
 
-    def test_an_id_is_answered_by_its_newest_version_that_this_engine_serves(self, served: Served) -> None:
+    def test_an_id_is_answered_by_its_newest_version_that_this_engine_serves(self, served):
         ward, fact = served.wards["b"], served.wards["b"].facts[0]
         register(served.model, served.settings, ward.ids, name="moving")
         before = served.asker.complete(ask(fact, 0), "moving")
@@ -553,7 +545,7 @@ class ApiTests:
             lambda: {v: served.asker.http.get(f"/v1/cartridges/moving@{v}").json()["state"] for v in states} == states
         )
 
-    def test_two_hundred_requests_by_sixteen_threads_get_their_own_documents_answers(self, served: Served) -> None:
+    def test_two_hundred_requests_by_sixteen_threads_get_their_own_documents_answers(self, served):
         rng, names = random.Random(1), list(KINDS)
         requests = [(name, rng.choice(served.wards[name].facts)) for name in rng.choices(names, k=200)]
         assert _wrong(served, requests) == []
@@ -561,9 +553,7 @@ class ApiTests:
         assert 1 - len(_wrong(served, crossed)) / 60 <= BY_CHANCE, "the control: questions on another's document"
 
     @pytest.mark.parametrize("kind", ["prefill", "trained"])
-    def test_a_cartridge_replaced_under_its_id_is_never_answered_from_old_blocks(
-        self, served: Served, kind: str
-    ) -> None:
+    def test_a_cartridge_replaced_under_its_id_is_never_answered_from_old_blocks(self, served, kind):
         """Both versions are about the same patients, with other values."""
         name, names = f"replaced-{kind}", patients(3, 4)[:150]
         old, new = (_cut(served.model, write_ward(served.model, names, f"{kind}{version}"), 1024) for version in (1, 2))
@@ -581,9 +571,7 @@ class ApiTests:
         assert len(_wrong(served, [(f"{name}@1", fact) for fact in changed])) == len(changed)
 
     @pytest.mark.parametrize("plain_first", [True, False])
-    def test_a_plain_prompt_of_identity_tokens_neither_gets_the_cartridge_nor_poisons_it(
-        self, served: Served, plain_first: bool
-    ) -> None:
+    def test_a_plain_prompt_of_identity_tokens_neither_gets_the_cartridge_nor_poisons_it(self, served, plain_first):
         name = f"secret-{plain_first}"
         ward = _cut(served.model, write_ward(served.model, patients(3, 4), name, tokens=530), 512)
         manifest = register(served.model, served.settings, ward.ids, name=name, kind="trained")
@@ -611,9 +599,7 @@ class ApiTests:
             cartridge()
 
     @pytest.mark.parametrize("named", [["both"], ["a", "c"], ["a", "c", "b"]])
-    def test_a_chain_answers_questions_on_all_its_documents_as_well_as_all_of_them_in_the_prompt(
-        self, served: Served, named: list[str]
-    ) -> None:
+    def test_a_chain_answers_questions_on_all_its_documents_as_well_as_all_of_them_in_the_prompt(self, served, named):
         names = ["a", "b"] if named == ["both"] else named
         wards = [served.wards[name] for name in names]
         facts = [fact for ward in wards for fact in ward.facts[::8]]
@@ -630,7 +616,7 @@ class ApiTests:
         assert all(reply.cached_tokens >= total // CHUNK * CHUNK for reply in replies)
         assert replies[0].prompt_tokens == total + len(encode(ask(facts[0], 0)))
 
-    def test_cartridges_are_listed_and_moved_between_the_tiers(self, served: Served) -> None:
+    def test_cartridges_are_listed_and_moved_between_the_tiers(self, served):
         http = served.asker.http
 
         def state(name: str) -> dict[str, Any]:
@@ -664,9 +650,7 @@ class ApiTests:
             assert reply.status_code == 404
             assert reply.json()["error"]["code"] == 404
 
-    def test_a_stored_prefix_without_kv_is_computed_once_and_kept_by_the_engine(
-        self, served: Served, tmp_path: Path
-    ) -> None:
+    def test_a_stored_prefix_without_kv_is_computed_once_and_kept_by_the_engine(self, served, tmp_path):
         ward = served.wards["c"]  # whose KV is trained, and so not found by its document's ids
         source = tmp_path / "prefix.json"
         source.write_text(json.dumps({"token_ids": list(ward.ids)}))
@@ -677,9 +661,7 @@ class ApiTests:
         assert (first.cached_tokens, again.cached_tokens) == (0, len(ward.ids) // 128 * 128)  # vLLM's own blocks of 128
         assert again.used == f"prefix@1;positions={len(ward.ids)};served=tokens"
 
-    def test_a_thousand_clients_that_leave_leave_nothing_behind(
-        self, served: Served, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_thousand_clients_that_leave_leave_nothing_behind(self, served, monkeypatch):
         monkeypatch.setenv("VLLM_API_KEY", KEY)
         rng, facts = random.Random(4), {name: served.wards[name].facts for name in KINDS}
 
@@ -708,9 +690,7 @@ class ApiTests:
 
 
 class TestApi(ApiTests):
-    def test_bench_measures_every_way_on_a_real_engine(
-        self, served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_bench_measures_every_way_on_a_real_engine(self, served, tmp_path, monkeypatch):
         monkeypatch.setenv("VLLM_API_KEY", KEY)
         home = str(served.settings.home)
         options = ["--model", MODEL, "--home", home, "--p", "256", "--c", "1,2", "--repeat", "2"]
@@ -730,7 +710,7 @@ class TestApi(ApiTests):
         left = [row.id for row in Registry(served.settings.registry_path).all()]
         assert not [name for name in left if name.startswith("trial-")], "its cartridges are taken away"
 
-    def test_odd_requests_get_an_error_of_their_own_or_the_right_answer(self, served: Served) -> None:
+    def test_odd_requests_get_an_error_of_their_own_or_the_right_answer(self, served):
         fact, home, http = served.wards["a"].facts[0], str(served.settings.home), served.asker.http
         statuses: dict[int, int] = {}
 

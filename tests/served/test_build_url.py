@@ -25,7 +25,7 @@ wards, served = posting.wards, posting.served
 
 
 @pytest.fixture(autouse=True)
-def key(monkeypatch: pytest.MonkeyPatch) -> None:
+def key(monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", KEYS[0])
 
 
@@ -43,7 +43,7 @@ def _built(served: Served, home: Path, name: str, *options: str) -> Path:
     return root
 
 
-def test_a_document_that_a_server_made_answers_and_nothing_of_it_is_left_there(served: Served, tmp_path: Path) -> None:
+def test_a_document_that_a_server_made_answers_and_nothing_of_it_is_left_there(served, tmp_path):
     ward, document = served.wards["first"], tmp_path / "sheet.txt"
     document.write_text(ward.document.text)
     root = _built(served, tmp_path, f"sheet-{served.mode}", "--document", str(document))
@@ -58,7 +58,7 @@ def test_a_document_that_a_server_made_answers_and_nothing_of_it_is_left_there(s
     )
 
 
-def test_token_ids_are_made_too_and_stored_in_int8(served: Served, tmp_path: Path) -> None:
+def test_token_ids_are_made_too_and_stored_in_int8(served, tmp_path):
     ward = served.wards["second"]
     (tmp_path / "ids.json").write_text(json.dumps(ward.ids))
     root = _built(served, tmp_path, "small", "--token-ids", str(tmp_path / "ids.json"), "--payload", "int8")
@@ -69,9 +69,7 @@ def test_token_ids_are_made_too_and_stored_in_int8(served: Served, tmp_path: Pat
 
 
 @pytest.mark.parametrize("option", ["--chat", "--messages"])
-def test_the_first_messages_of_a_chat_go_on_by_the_servers_template(
-    served: Served, tmp_path: Path, option: str
-) -> None:
+def test_the_first_messages_of_a_chat_go_on_by_the_servers_template(served, tmp_path, option):
     ward, file = served.wards["third"], tmp_path / "file"
     said = [{"role": "system", "content": ward.document.text}]
     file.write_text(json.dumps(said) if option == "--messages" else ward.document.text)
@@ -81,7 +79,7 @@ def test_the_first_messages_of_a_chat_go_on_by_the_servers_template(
     served.chats_right(option[2:], ward, 12)
 
 
-def test_a_context_that_has_the_text_already_stays_as_it_is(served: Served, tmp_path: Path) -> None:
+def test_a_context_that_has_the_text_already_stays_as_it_is(served, tmp_path):
     ward, document = served.wards["fourth"], tmp_path / "sheet.txt"
     document.write_text(ward.document.text)
     there = served.made(document=ward.document.text, id="mine")
@@ -97,9 +95,7 @@ def test_a_context_that_has_the_text_already_stays_as_it_is(served: Served, tmp_
         served.asker.http.delete(f"{ROUTE}/mine")
 
 
-def test_plain_prompts_are_answered_by_what_clients_had_made_too_and_nobody_hears_of_theirs(
-    served: Served, tmp_path: Path
-) -> None:
+def test_plain_prompts_are_answered_by_what_clients_had_made_too_and_nobody_hears_of_theirs(served, tmp_path):
     ward, document, registry = served.wards["fourth"], tmp_path / "sheet.txt", Registry(served.settings.registry_path)
     document.write_text(ward.document.text)
     root = _built(served, tmp_path, "open", "--document", str(document))
@@ -123,7 +119,7 @@ def test_plain_prompts_are_answered_by_what_clients_had_made_too_and_nobody_hear
     assert served.asker.http.delete(f"{ROUTE}/{theirs['id']}", params={"cache_salt": "theirs"}).status_code == 200
 
 
-def test_what_is_killed_half_way_leaves_nothing_on_the_server(served: Served, tmp_path: Path) -> None:
+def test_what_is_killed_half_way_leaves_nothing_on_the_server(served, tmp_path):
     document = tmp_path / "sheet.txt"
     document.write_text(served.wards["second"].document.text)
     program = "import sys; from lmcache_cartridge.make import remote; from lmcache_cartridge.cli.main import main; "
@@ -141,9 +137,7 @@ def test_what_is_killed_half_way_leaves_nothing_on_the_server(served: Served, tm
     assert not (tmp_path / "cartridges").exists() or not list((tmp_path / "cartridges").glob("*/1"))
 
 
-def test_a_disk_that_is_full_leaves_nothing_here_or_there(
-    served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_disk_that_is_full_leaves_nothing_here_or_there(served, tmp_path, capsys):
     document, before = tmp_path / "sheet.txt", resource.getrlimit(resource.RLIMIT_FSIZE)
     document.write_text(served.wards["first"].document.text)
     resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, before[1]))
@@ -155,7 +149,7 @@ def test_a_disk_that_is_full_leaves_nothing_here_or_there(
     assert not list((tmp_path / "cartridges" / "large").iterdir()) and not served.places()
 
 
-def test_files_of_a_context_go_to_whoever_made_it_and_no_others(served: Served) -> None:
+def test_files_of_a_context_go_to_whoever_made_it_and_no_others(served):
     ward = served.wards["first"]
     made = served.made(document=ward.document.text)
     root = served.root(made["id"])
@@ -179,9 +173,7 @@ def test_files_of_a_context_go_to_whoever_made_it_and_no_others(served: Served) 
     assert served.get(f"{made['id']}/files/manifest.json").status_code == 404
 
 
-def test_a_text_that_a_server_does_not_take_is_refused_with_its_reason(
-    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_text_that_a_server_does_not_take_is_refused_with_its_reason(served, tmp_path, monkeypatch, capsys):
     (tmp_path / "ids.json").write_text(json.dumps([5] * 9000))
     words = _options(served, tmp_path, "--id", "long", "--token-ids", str(tmp_path / "ids.json"))
     assert main(words) == 1

@@ -6,7 +6,7 @@ import json
 import random
 import re
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -68,7 +68,7 @@ class Served(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def faulty_launch() -> Callable[[str, Settings], Launch]:
+def faulty_launch():
     """Return how a server whose plugin is `faulty` is started; `test_l2_canary` has another one."""
 
     def launch(model: str, settings: Settings) -> Launch:
@@ -79,9 +79,7 @@ def faulty_launch() -> Callable[[str, Settings], Launch]:
 
 
 @pytest.fixture(scope="module")
-def served(
-    tmp_path_factory: pytest.TempPathFactory, faulty_launch: Callable[[str, Settings], Launch]
-) -> Iterator[Served]:
+def served(tmp_path_factory, faulty_launch):
     home = tmp_path_factory.mktemp("home")
     config = FAMILIES["smollm3"]()
     config.no_rope_layers = [0, 1, 0, 1]  # which rotate; of a model with four layers the last one alone says little
@@ -115,7 +113,7 @@ def _write(model: CausalModel, root: Path, name: str, ids: list[int]) -> None:
 
 
 @pytest.fixture
-def broken(served: Served) -> Iterator[Callable[..., None]]:
+def broken(served):
     """Switch faults on; all are off again afterwards."""
 
     def switch(**faults: Any) -> None:
@@ -129,7 +127,7 @@ def broken(served: Served) -> Iterator[Callable[..., None]]:
 class CanaryTests:
     """In each way LMCache runs: a subclass and a `faulty_launch` for each."""
 
-    def test_a_sound_engine_passes_once_and_the_canary_is_no_request(self, served: Served) -> None:
+    def test_a_sound_engine_passes_once_and_the_canary_is_no_request(self, served):
         used, passed = served.count("requests", "used"), served.count("canaries", "passed")
         for name in ("p0", "t0"):
             for _ in range(3):
@@ -140,14 +138,14 @@ class CanaryTests:
         assert served.count("canaries", "passed") == passed + 2
         assert (served.state("p0")["canary"], served.state("p1")["canary"]) == ("passed", None)
 
-    def test_requests_that_come_together_wait_for_one_canary(self, served: Served) -> None:
+    def test_requests_that_come_together_wait_for_one_canary(self, served):
         passed = served.count("canaries", "passed")
         with ThreadPoolExecutor(8) as pool:
             replies = list(pool.map(lambda _: served.ask("p1"), range(8)))
         assert [reply.status_code for reply in replies] == [200] * 8
         assert served.count("canaries", "passed") == passed + 1
 
-    def test_a_chain_asks_about_the_later_ones_behind_themselves(self, served: Served) -> None:
+    def test_a_chain_asks_about_the_later_ones_behind_themselves(self, served):
         passed = served.count("canaries", "passed")
         reply = served.ask("p0", "t0", "p1")
         assert reply.status_code == 200, reply.text
@@ -156,7 +154,7 @@ class CanaryTests:
         assert served.ask("p1", "t0").status_code == 200
         assert served.count("canaries", "passed") == passed + 2
 
-    def test_documents_that_end_within_a_chunk_stand_in_chains(self, served: Served) -> None:
+    def test_documents_that_end_within_a_chunk_stand_in_chains(self, served):
         """What fills no chunk the engine computes, and behind another copy it is not what stands in the cartridge."""
         for chain, injected in ((("odd", "odd"), 256), (("short", "odd"), 192), (("p0", "short", "odd"), 384)):
             reply = served.ask(*chain)
@@ -165,9 +163,7 @@ class CanaryTests:
             assert reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == injected
         assert served.state("odd")["canary"] == "passed"
 
-    def test_chunks_in_another_layout_are_found_before_anybody_gets_an_answer(
-        self, served: Served, broken: Any
-    ) -> None:
+    def test_chunks_in_another_layout_are_found_before_anybody_gets_an_answer(self, served, broken):
         broken(unpacked=True)
         failed = served.count("canaries", "failed")
         for _ in range(2):
@@ -189,18 +185,14 @@ class CanaryTests:
         assert served.ask("t1").status_code == 422, "what an engine got wrong stays aside until it starts again"
         assert served.ask("t2").status_code == 200, "and nobody else is"
 
-    def test_a_prompt_that_carries_the_documents_text_does_not_get_the_wrong_kv_either(
-        self, served: Served, broken: Any
-    ) -> None:
+    def test_a_prompt_that_carries_the_documents_text_does_not_get_the_wrong_kv_either(self, served, broken):
         broken(unpacked=True)
         served.ask("p3")
         reply = served.ask(prompt=[*served.ids["p3"], 100, 101, 102])
         assert reply.status_code == 200
         assert (reply.json()["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") in (0, None)
 
-    def test_keys_that_every_layer_rotates_are_found_before_anybody_gets_an_answer(
-        self, served: Served, broken: Any
-    ) -> None:
+    def test_keys_that_every_layer_rotates_are_found_before_anybody_gets_an_answer(self, served, broken):
         broken(rotate="all")
         assert served.ask("p4").status_code == 200, "alone nothing is rotated"
         reply = served.ask("p4", "t3")
@@ -212,7 +204,7 @@ class CanaryTests:
         broken()
         assert served.ask("p4", "p6").status_code == 200
 
-    def test_validate_asks_the_server_over_http(self, served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_validate_asks_the_server_over_http(self, served, capsys):
         home, url = str(served.settings.home), str(served.http.base_url)
         assert main(["validate", "t2", "--url", url, "--home", home, "--format", "json"]) == 0
         rows = json.loads(capsys.readouterr().out)
@@ -223,9 +215,7 @@ class CanaryTests:
         assert main(["validate", "plain", "--url", url, "--home", home]) == 1
         assert "has no canary" in capsys.readouterr().err
 
-    def test_validate_ends_with_an_error_where_the_engine_answers_otherwise(
-        self, served: Served, broken: Any, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_validate_ends_with_an_error_where_the_engine_answers_otherwise(self, served, broken, capsys):
         broken(unpacked=True)
         served.ask("p2")
         url = str(served.http.base_url)
@@ -234,9 +224,7 @@ class CanaryTests:
 
 
 class TestCanary(CanaryTests):
-    def test_validate_compares_what_engine_and_transformers_compute(
-        self, served: Served, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_validate_compares_what_engine_and_transformers_compute(self, served, capsys):
         """The tiers that no cell of the matrix is asked."""
         options = ["--model", str(served.model), "--home", str(served.settings.home), "--chunk-size", str(CHUNK)]
         asked = ["--url", str(served.http.base_url), "--tier=-1,3", "--format", "json"]

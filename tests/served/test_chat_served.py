@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,7 +47,7 @@ class Served(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(tmp_path_factory):
     home = tmp_path_factory.mktemp("home")
     settings = from_mapping({"home": home, "cpu_bytes": 256 << 20})
     template, document = home / "template.jinja", home / "ward.txt"
@@ -80,7 +79,7 @@ def _turns(served: Served, count: int) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_a_chat_is_answered_as_the_dense_one(served: Served, count: int) -> None:
+def test_a_chat_is_answered_as_the_dense_one(served, count):
     messages, asked = _turns(served, count), {"max_tokens": 1, "temperature": 0, "logprobs": True, "top_logprobs": 10}
     system = {"role": "system", "content": served.ward.document.text}
     replies = [
@@ -106,13 +105,13 @@ def test_a_chat_is_answered_as_the_dense_one(served: Served, count: int) -> None
     assert max(abs(with_cartridge.get(token, -99) - dense[token]) for token in likely) < NOISE
 
 
-def test_the_facts_are_answered_from_it(served: Served) -> None:
+def test_the_facts_are_answered_from_it(served):
     facts = served.ward.facts[:12]
     wrong = [fact for fact in facts if served.asker.chat(content(fact), "chat").text.strip() != fact.value]
     assert not wrong and len(facts) == 12
 
 
-def test_what_is_shown_is_the_templates_tokens_of_the_whole_conversation(served: Served) -> None:
+def test_what_is_shown_is_the_templates_tokens_of_the_whole_conversation(served):
     messages = _turns(served, 2)
     whole, named = served.whole(messages), {"cartridges": ["chat"]}
     assert served.post(f"{CHAT}/render", {"messages": messages} | named)["token_ids"] == whole
@@ -123,7 +122,7 @@ def test_what_is_shown_is_the_templates_tokens_of_the_whole_conversation(served:
     assert text["token_ids"][:-1] == head, "text goes on as it is"
 
 
-def test_other_routes_of_messages_go_on_behind_it_too(served: Served) -> None:
+def test_other_routes_of_messages_go_on_behind_it_too(served):
     messages, named = _turns(served, 1), {"cartridges": ["chat"]}
     tokens = len(served.whole(messages))
     reply = served.post("/v1/messages", {"messages": messages, "max_tokens": 1} | named)
@@ -137,14 +136,14 @@ def test_other_routes_of_messages_go_on_behind_it_too(served: Served) -> None:
     [{"tools": [TOOL], "tool_choice": "none"}, {"truncate_prompt_tokens": 8}, {"cartridges": ["chat", "plain"]}],
     ids=["tools before the document", "a cut prompt", "a chain that goes on with another"],
 )  # fmt: skip
-def test_a_conversation_that_does_not_begin_so_is_refused_with_the_reason(served: Served, body: dict[str, Any]) -> None:
+def test_a_conversation_that_does_not_begin_so_is_refused_with_the_reason(served, body):
     asked = {"messages": _turns(served, 1), "max_tokens": 1, "cartridges": ["chat"]} | body
     error = served.post(CHAT, asked, 422)["error"]["message"]
     assert ("must be the last" if "cartridges" in body else "does not begin this conversation") in error
     served.post(CHAT, asked | {"cartridges": ["plain"]})
 
 
-def test_in_a_chain_it_is_the_last(served: Served) -> None:
+def test_in_a_chain_it_is_the_last(served):
     messages = _turns(served, 1)
     behind = len(served.whole(messages)) - served.positions
     plain = served.post(CHAT, {"messages": messages, "max_tokens": 1, "cartridges": ["plain"]})["usage"][

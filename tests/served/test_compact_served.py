@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,7 +45,7 @@ class Served(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(tmp_path_factory):
     """Two compacted cartridges of sheets without a patient in common, the first of them refined."""
     home: Path = tmp_path_factory.mktemp("home")
     facts = {}
@@ -64,13 +63,13 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield Served(http, facts)
 
 
-def test_a_quarter_of_the_positions_answers_wordings_it_was_not_made_with(served: Served) -> None:
+def test_a_quarter_of_the_positions_answers_wordings_it_was_not_made_with(served):
     facts = served.facts["short"]
     assert sum(served.right(fact, "short") for fact in facts) >= 0.96 * len(facts)
 
 
 @pytest.mark.parametrize("chain", [("short", "second"), ("second", "short")])
-def test_a_chain_of_two_loses_next_to_nothing_of_either(served: Served, chain: tuple[str, ...]) -> None:
+def test_a_chain_of_two_loses_next_to_nothing_of_either(served, chain):
     for name, facts in served.facts.items():
         alone, together = (sum(served.right(fact, *names) for fact in facts) for names in ((name,), chain))
         print(f"{name}: {alone} of {len(facts)} alone, {together} in the chain")

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,11 @@ import httpx
 import posting
 import pytest
 from cells import TP
-from posting import CHUNK, KEYS, NOISE, ROUTE, Served, serving
+from posting import CHUNK, KEYS, NOISE, ROUTE, serving
 from recall.ward import ask, encode
 from serving import SERVER_ARGS, Client, difference
 from waiting import until
-from wards import MODEL, Asker, Ward, content
+from wards import MODEL, Asker, content
 
 from lmcache_cartridge.artifact.reading import load_manifest
 from lmcache_cartridge.cli.main import main
@@ -41,22 +40,18 @@ LARGEST = (8192 - 20) // CHUNK * CHUNK
 
 
 @pytest.fixture(scope="module", params=["in-process", "multiprocess"])
-def served(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, wards: dict[str, Ward]
-) -> Iterator[Served]:
+def served(request, tmp_path_factory, wards):
     with serving(tmp_path_factory.mktemp("home"), wards, request.param, contexts_count=40, admin=True) as found:
         yield found
 
 
 @pytest.fixture
-def first(served: Served) -> dict[str, Any]:
+def first(served):
     """The context of the first ward, which most tests ask."""
     return served.made(document=served.wards["first"].document.text)
 
 
-def test_a_text_is_sent_once_and_then_answers_as_if_it_stood_in_the_prompt(
-    served: Served, first: dict[str, Any]
-) -> None:
+def test_a_text_is_sent_once_and_then_answers_as_if_it_stood_in_the_prompt(served, first):
     ward = served.wards["first"]
     assert first["tokens"] == len(ward.ids) and first["expires_at"] - first["created_at"] == pytest.approx(
         3600, abs=300
@@ -75,7 +70,7 @@ def test_a_text_is_sent_once_and_then_answers_as_if_it_stood_in_the_prompt(
     print(served.mode, "largest difference of logprobs", max(far))
 
 
-def test_what_the_readme_types_in_python_works(served: Served, tmp_path: Path) -> None:
+def test_what_the_readme_types_in_python_works(served, tmp_path):
     [code] = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.M | re.S)
     ward = served.wards["first"]
     (tmp_path / "handbook.txt").write_text(ward.document.text)
@@ -93,7 +88,7 @@ def test_what_the_readme_types_in_python_works(served: Served, tmp_path: Path) -
     assert (" ".join(said), int(cached)) == (ward.facts[0].value, len(ward.ids) // CHUNK * CHUNK)
 
 
-def test_the_same_text_again_is_the_same_context_and_costs_nothing(served: Served, first: dict[str, Any]) -> None:
+def test_the_same_text_again_is_the_same_context_and_costs_nothing(served, first):
     ward = served.wards["first"]
     before = len(served.named())
     for body in ({"document": ward.document.text}, {"token_ids": ward.ids}):
@@ -109,7 +104,7 @@ def test_the_same_text_again_is_the_same_context_and_costs_nothing(served: Serve
     assert len(served.named()) == before
 
 
-def test_a_context_has_the_id_and_labels_that_its_maker_gives_and_says_how_it_was_used(served: Served) -> None:
+def test_a_context_has_the_id_and_labels_that_its_maker_gives_and_says_how_it_was_used(served):
     ward = served.wards["second"]
     made = served.made(document=ward.document.text, id="handbook", labels=["book", "latest"])
     for name in ("handbook", "handbook@1", "book", "latest"):
@@ -128,7 +123,7 @@ def test_a_context_has_the_id_and_labels_that_its_maker_gives_and_says_how_it_wa
     assert "book" not in Registry(served.settings.registry_path, read_only=True).labels()
 
 
-def test_a_context_stands_behind_another(served: Served) -> None:
+def test_a_context_stands_behind_another(served):
     salt, sheets = {"cache_salt": "chain"}, [served.wards[name] for name in ("third", "fourth")]
     names = [served.made(document=ward.document.text, **salt)["id"] for ward in sheets]
     whole = sum(len(ward.ids) for ward in sheets) // CHUNK * CHUNK
@@ -144,7 +139,7 @@ def _naming(name: str, **extra: Any) -> dict[str, Any]:
     return {"model": MODEL, "prompt": "Q", "max_tokens": 1, "cartridges": [name]} | extra
 
 
-def test_whoever_made_a_context_alone_can_name_list_or_delete_it(served: Served, first: dict[str, Any]) -> None:
+def test_whoever_made_a_context_alone_can_name_list_or_delete_it(served, first):
     """By key and by salt: for others it is as if there were none of the name."""
     ward, name = served.wards["third"], first["id"]
     mine = served.made(document=ward.document.text, cache_salt="mine", id="salted", labels=["of-mine"])
@@ -181,7 +176,7 @@ def test_whoever_made_a_context_alone_can_name_list_or_delete_it(served: Served,
     assert served.other.http.delete(f"{ROUTE}/{same['id']}").status_code in (200, 404)
 
 
-def test_messages_are_kept_as_the_beginning_of_a_chat(served: Served, first: dict[str, Any]) -> None:
+def test_messages_are_kept_as_the_beginning_of_a_chat(served, first):
     ward = served.wards["first"]
     body = {"messages": [{"role": "system", "content": ward.document.text}]}
     made = served.made(**body, id="chat")
@@ -197,7 +192,7 @@ def test_messages_are_kept_as_the_beginning_of_a_chat(served: Served, first: dic
         assert served.asker.http.delete(f"{ROUTE}/{name}").status_code == 200
 
 
-def test_a_prompt_that_begins_with_the_text_is_not_answered_from_it(served: Served, first: dict[str, Any]) -> None:
+def test_a_prompt_that_begins_with_the_text_is_not_answered_from_it(served, first):
     ward = served.wards["first"]
     served.right(first["id"], ward, 2)
     fact = ward.facts[0]
@@ -206,7 +201,7 @@ def test_a_prompt_that_begins_with_the_text_is_not_answered_from_it(served: Serv
         assert (found.text.strip(), found.cached_tokens, found.used) == (fact.value, 0, None)
 
 
-def test_a_request_in_flight_ends_as_it_began_when_the_time_of_its_context_is_over(served: Served) -> None:
+def test_a_request_in_flight_ends_as_it_began_when_the_time_of_its_context_is_over(served):
     ward = served.wards["fourth"]
     made = served.made(document=ward.document.text)
     question, long = ask(ward.facts[0], 0), {"tokens": 300, "ignore_eos": True}
@@ -226,7 +221,7 @@ def test_a_request_in_flight_ends_as_it_began_when_the_time_of_its_context_is_ov
     assert served.post(document=ward.document.text).json()["id"] != made["id"], "it is made anew"
 
 
-def test_what_cannot_be_a_context_is_refused_with_the_reason(served: Served, first: dict[str, Any]) -> None:
+def test_what_cannot_be_a_context_is_refused_with_the_reason(served, first):
     text = served.wards["fourth"].document.text[:400]
     before = served.places()
     for status, body, reason in (
@@ -252,7 +247,7 @@ def test_what_cannot_be_a_context_is_refused_with_the_reason(served: Served, fir
     assert served.places() <= before and not served.settings.cartridges_dir.exists()
 
 
-def test_kv_that_is_not_the_engines_is_found_before_anybody_hears_of_it(served: Served) -> None:
+def test_kv_that_is_not_the_engines_is_found_before_anybody_hears_of_it(served):
     wrong = {"swapped": served.wards["second"].ids[: 3 * CHUNK], "late": served.wards["second"].ids[: 3 * CHUNK + 1]}
     before, places = served.named(), served.places()
     try:
@@ -270,7 +265,7 @@ def test_kv_that_is_not_the_engines_is_found_before_anybody_hears_of_it(served: 
         assert served.made(token_ids=ids)["tokens"] == len(ids), "the control"
 
 
-def test_a_thousand_texts_at_once_are_made_in_turn_or_told_to_come_again(served: Served, first: dict[str, Any]) -> None:
+def test_a_thousand_texts_at_once_are_made_in_turn_or_told_to_come_again(served, first):
     """Requests beside them are answered right meanwhile."""
     ward, base = served.wards["first"], served.wards["second"].ids
     over = threading.Event()
@@ -317,7 +312,7 @@ def test_a_thousand_texts_at_once_are_made_in_turn_or_told_to_come_again(served:
     end()
 
 
-def test_what_was_made_and_refused_is_counted(served: Served) -> None:
+def test_what_was_made_and_refused_is_counted(served):
     def numbers() -> dict[str, float]:
         text = served.asker.http.get("/metrics").text
         rows = re.findall(r"^lmcache_cartridge_(context\w+)(?:\{(.*)\})? (\S+)$", text, re.MULTILINE)
@@ -339,7 +334,7 @@ def test_what_was_made_and_refused_is_counted(served: Served) -> None:
     until(lambda: numbers()["context_bytes"] == sum(row.bytes for row in registry.all()) >= made["bytes"])
 
 
-def test_a_client_that_leaves_has_its_context_made_all_the_same_and_others_wait_for_it(served: Served) -> None:
+def test_a_client_that_leaves_has_its_context_made_all_the_same_and_others_wait_for_it(served):
     ward = served.wards["third"]
     text = ward.document.text[: len(ward.document.text) // 4 * 3]
     fact = next(fact for fact in ward.facts if f"{fact.patient}: " in text[: len(text) // 2])
@@ -357,9 +352,7 @@ def test_a_client_that_leaves_has_its_context_made_all_the_same_and_others_wait_
 
 
 @pytest.mark.parametrize("mode", ["in-process", "multiprocess"])
-def test_a_server_that_is_killed_lists_nothing_half_made_and_keeps_what_was_answered(
-    tmp_path: Path, wards: dict[str, Ward], mode: str
-) -> None:
+def test_a_server_that_is_killed_lists_nothing_half_made_and_keeps_what_was_answered(tmp_path, wards, mode):
     with serving(tmp_path, wards, mode) as served:
         kept = served.made(document=wards["first"].document.text)
         served.fault.write_text(json.dumps({"capture_s": 2.0}))
@@ -388,9 +381,7 @@ def test_a_server_that_is_killed_lists_nothing_half_made_and_keeps_what_was_answ
 
 
 @pytest.mark.parametrize("mode", ["in-process", "multiprocess"])
-def test_two_ranks_hand_over_each_its_head(
-    tmp_path: Path, wards: dict[str, Ward], mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_ranks_hand_over_each_its_head(tmp_path, wards, mode, monkeypatch):
     with serving(tmp_path, wards, mode, TP) as served:
         made = served.made(document=wards["first"].document.text)
         assert len(load_manifest(served.root(made["id"])).payload.checksums[0]) == 2
@@ -417,7 +408,7 @@ def _quietly(call: Any) -> None:
         return
 
 
-def test_contexts_need_an_lmcache_that_saves(tmp_path: Path) -> None:
+def test_contexts_need_an_lmcache_that_saves(tmp_path):
     """`serve` refuses it before it starts anything (test_launch); here the YAML is one of a person's own."""
     launch = plan(MODEL, from_mapping({"home": tmp_path}), vllm_args=SERVER_ARGS)
     launch = launch._replace(yaml=launch.yaml.replace("contexts: false", "contexts: true"))

@@ -9,7 +9,6 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -58,7 +57,7 @@ def _serving(home: Path, library: object, wards: dict[str, Ward], mode: str = "i
 
 
 @pytest.fixture(scope="module")
-def bucket(moto_server: MotoServer) -> Iterator[Bucket]:
+def bucket(moto_server):
     with pytest.MonkeyPatch.context() as here:
         for name, value in moto_server.environment.items():
             here.setenv(name, value)
@@ -67,9 +66,7 @@ def bucket(moto_server: MotoServer) -> Iterator[Bucket]:
 
 
 @pytest.fixture(scope="module")
-def pair(
-    tmp_path_factory: pytest.TempPathFactory, bucket: Bucket, moto_server: MotoServer, wards: dict[str, Ward]
-) -> Iterator[tuple[Served, Served]]:
+def pair(tmp_path_factory, bucket, moto_server, wards):
     """Two servers that share nothing but the library: one in each mode."""
     home = tmp_path_factory.mktemp("pair")
     where = {"s3_endpoint_url": moto_server.endpoint, "s3_region": "us-east-1", "buckets": (BUCKET,)}
@@ -89,7 +86,7 @@ def _gone(bucket: Bucket, name: str, *servers: Served) -> None:
     until(lambda: name not in bucket.ids())
 
 
-def test_what_one_server_made_every_server_answers_by(pair: tuple[Served, Served], bucket: Bucket) -> None:
+def test_what_one_server_made_every_server_answers_by(pair, bucket):
     one, two = pair
     ward = one.wards["first"]
     made = one.made(document=ward.document.text, labels=["sheet"])
@@ -120,9 +117,7 @@ def test_what_one_server_made_every_server_answers_by(pair: tuple[Served, Served
             assert served.asker.http.get(path, headers={"Range": f"bytes={len(data)}-{len(data)}"}).status_code == 416
 
 
-def test_a_server_makes_cartridges_for_others_though_it_publishes_what_it_makes(
-    pair: tuple[Served, Served], bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_makes_cartridges_for_others_though_it_publishes_what_it_makes(pair, bucket, tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", KEYS[0])
     document, before = tmp_path / "sheet.txt", bucket.ids()
     document.write_text(pair[0].wards["second"].document.text)
@@ -135,7 +130,7 @@ def test_a_server_makes_cartridges_for_others_though_it_publishes_what_it_makes(
     until(lambda: bucket.ids() == before)
 
 
-def test_a_chat_that_one_server_keeps_goes_on_at_the_other(pair: tuple[Served, Served], bucket: Bucket) -> None:
+def test_a_chat_that_one_server_keeps_goes_on_at_the_other(pair, bucket):
     """Whether it was posted or marked."""
     for one, two, ward in ((*pair, pair[0].wards["second"]), (*pair[::-1], pair[0].wards["third"])):
         body = {"messages": [{"role": "system", "content": ward.document.text}]}
@@ -158,8 +153,8 @@ def test_a_chat_that_one_server_keeps_goes_on_at_the_other(pair: tuple[Served, S
 
 
 def test_whoever_names_a_context_while_it_is_made_waits_for_it_on_the_server_that_makes_it(
-    pair: tuple[Served, Served],
-) -> None:
+    pair,
+):
     one, two = pair
     ward = one.wards["fourth"]
     one.fault.write_text(json.dumps({"capture_s": 1.0}))
@@ -176,7 +171,7 @@ def test_whoever_names_a_context_while_it_is_made_waits_for_it_on_the_server_tha
     assert one.asker.http.delete(f"{ROUTE}/ctx-named").status_code == 200
 
 
-def test_for_others_there_is_none_of_the_name_on_any_server(pair: tuple[Served, Served]) -> None:
+def test_for_others_there_is_none_of_the_name_on_any_server(pair):
     one, two = pair
     ward = one.wards["second"]
     made = one.made(document=ward.document.text, cache_salt="mine", labels=["of-mine"])
@@ -202,9 +197,7 @@ def test_for_others_there_is_none_of_the_name_on_any_server(pair: tuple[Served, 
     assert two.asker.http.delete(f"{ROUTE}/{made['id']}", params={"cache_salt": "mine"}).status_code == 200
 
 
-def test_what_is_deleted_or_has_expired_is_gone_from_every_server_and_from_the_library(
-    pair: tuple[Served, Served], bucket: Bucket
-) -> None:
+def test_what_is_deleted_or_has_expired_is_gone_from_every_server_and_from_the_library(pair, bucket):
     one, two = pair
     text = one.wards["third"].document.text
     made = one.made(document=text, id="ctx-third", labels=["third"])
@@ -231,9 +224,7 @@ def test_what_is_deleted_or_has_expired_is_gone_from_every_server_and_from_the_l
     assert two.post(token_ids=[7] * CHUNK, id="ctx-both").status_code == 409
 
 
-def test_a_server_that_is_killed_while_it_publishes_leaves_nothing_half_made(
-    tmp_path: Path, wards: dict[str, Ward]
-) -> None:
+def test_a_server_that_is_killed_while_it_publishes_leaves_nothing_half_made(tmp_path, wards):
     library = tmp_path / "library"
 
     def places() -> set[str]:
@@ -269,6 +260,6 @@ def test_a_server_that_is_killed_while_it_publishes_leaves_nothing_half_made(
             assert places() == {"ctx-half"} and not list(library.glob(f"cartridges/{kept['id']}*"))
 
 
-def test_a_server_that_may_not_publish_does_not_start(tmp_path: Path, wards: dict[str, Ward]) -> None:
+def test_a_server_that_may_not_publish_does_not_start(tmp_path, wards):
     with pytest.raises(UnsupportedEngine, match="/proc/library"), _serving(tmp_path, Path("/proc/library"), wards):
         pass

@@ -18,26 +18,26 @@ from lmcache_cartridge.cli.recall import MODEL_DIR, SHEETS_DIR
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make import prefill
 from lmcache_cartridge.make.model import CausalModel
-from lmcache_cartridge.settings import Settings, from_mapping
+from lmcache_cartridge.settings import from_mapping
 
 NOISE = noise(0.25)
 """As the matrix has it."""
 
 
 @pytest.fixture(scope="module")
-def model() -> CausalModel:
+def model():
     return CausalModel(str(MODEL_DIR))
 
 
 @pytest.fixture(scope="module")
-def settings(tmp_path_factory: pytest.TempPathFactory, model: CausalModel) -> Settings:
+def settings(tmp_path_factory, model):
     """A home with ward-a."""
     made = from_mapping({"home": tmp_path_factory.mktemp("home")})
     build_sheet(made, model, "ward-a")
     return made
 
 
-def test_the_demo_command_answers_from_the_cartridge_as_from_the_document(tmp_path: Path) -> None:
+def test_the_demo_command_answers_from_the_cartridge_as_from_the_document(tmp_path):
     command = [sys.executable, "-m", "lmcache_cartridge.cli.main", "demo", "--format", "json"]
     done = subprocess.run([*command, "--home", tmp_path], capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr
@@ -48,9 +48,7 @@ def test_the_demo_command_answers_from_the_cartridge_as_from_the_document(tmp_pa
     assert exact["no prefix"] <= result["questions"] // 3
 
 
-def test_offline_inference_takes_cartridges_that_the_engine_answers_right_from(
-    settings: Settings, model: CausalModel, tmp_path: Path
-) -> None:
+def test_offline_inference_takes_cartridges_that_the_engine_answers_right_from(settings, model, tmp_path):
     registry, root = Registry(settings.registry_path), settings.cartridges_dir / "odd"
     manifest = prefill.build(model, SHEETS_DIR / "ward-b.txt", root, cartridge_id="odd", version=1)
     (first, *others) = manifest.canary.after

@@ -6,7 +6,7 @@ import itertools
 import json
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -54,7 +54,7 @@ class Served(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def faulty_launch() -> Callable[[Settings], Launch]:
+def faulty_launch():
     """Return how a server whose plugin is `faulty` is started; `test_l2_faults` has another one."""
 
     def launch(settings: Settings) -> Launch:
@@ -65,7 +65,7 @@ def faulty_launch() -> Callable[[Settings], Launch]:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory, faulty_launch: Callable[[Settings], Launch]) -> Iterator[Served]:
+def served(tmp_path_factory, faulty_launch):
     home = tmp_path_factory.mktemp("home")
     # Memory for two cartridges and a half. No canary, so that plain prompts meet the faults from the first on.
     settings = from_mapping(
@@ -103,7 +103,7 @@ def _register(model: CausalModel, settings: Settings, name: str, ward: Ward) -> 
 
 
 @pytest.fixture
-def broken(served: Served) -> Iterator[Callable[..., None]]:
+def broken(served):
     """Switch faults of the backend on; all are off again afterwards, and the sound cartridges answer."""
     yield lambda **faults: served.faults.write_text(json.dumps(faults))
     served.faults.write_text("{}")
@@ -165,8 +165,8 @@ class FaultTests:
 
     @pytest.mark.parametrize("chunk", [*CHUNKS, None])
     def test_a_flipped_bit_or_no_payload_is_an_error_without_a_document_and_the_documents_answer_with_one(
-        self, served: Served, chunk: int | None
-    ) -> None:
+        self, served, chunk
+    ):
         for kind in ("trained", "whole", "prefill"):
             name = f"{kind}-bit{chunk}"
             ward = _ward(served.model, name)
@@ -199,9 +199,7 @@ class FaultTests:
         _everybody_else_is_served(served)
 
     @pytest.mark.parametrize("chunk", CHUNKS)
-    def test_a_chunk_lost_after_the_lookup_is_an_error_or_the_documents_answer(
-        self, served: Served, broken: Callable[..., None], chunk: int
-    ) -> None:
+    def test_a_chunk_lost_after_the_lookup_is_an_error_or_the_documents_answer(self, served, broken, chunk):
         for name in served.sound:  # all three do not fit into memory at once: this one must have its chunks
             _ask(served, name, served.sound[name])
             broken(drop=chunk)
@@ -221,8 +219,8 @@ class FaultTests:
     @pytest.mark.parametrize("stream", [False, True])
     @pytest.mark.parametrize("is_named", [True, False])
     def test_a_document_that_lost_a_chunk_is_computed_for_each_of_several_choices(
-        self, served: Served, broken: Callable[..., None], stream: bool, is_named: bool
-    ) -> None:
+        self, served, broken, stream, is_named
+    ):
         ward = served.sound["prefill"]
         _ask(served, "prefill", ward)
         own = encode(ask(ward.facts[0], 0))
@@ -239,9 +237,7 @@ class FaultTests:
                 texts[choice["index"]] += choice["text"]
         assert [text.strip() for text in texts] == [ward.facts[0].value] * 3
 
-    def test_a_cartridge_evicted_and_late_is_an_error_with_a_time_to_come_back(
-        self, served: Served, broken: Callable[..., None]
-    ) -> None:
+    def test_a_cartridge_evicted_and_late_is_an_error_with_a_time_to_come_back(self, served, broken):
         _everybody_else_is_served(served)
         assert served.asker.http.post("/v1/cartridges/trained/evict").json()["chunks"] > 0
         broken(slow_s=9.0)
@@ -256,7 +252,7 @@ class FaultTests:
             reply = pool.submit(_patient, served, "trained").result(60)
         assert reply.cached_tokens == POSITIONS
 
-    def test_options_that_need_the_prompt_computed_are_for_prefill_cartridges_alone(self, served: Served) -> None:
+    def test_options_that_need_the_prompt_computed_are_for_prefill_cartridges_alone(self, served):
         for extra in (
             {"prompt_logprobs": 1}, {"prompt_logprobs": 0}, {"echo": True, "logprobs": 1}, {"tokens": 0},
             {"tokens": 0, "echo": True}, {"use_beam_search": True, "n": 2},
@@ -268,9 +264,7 @@ class FaultTests:
             assert _ask(served, "prefill", ward, **extra).text.split()[-1] == ward.facts[0].value
         _everybody_else_is_served(served)
 
-    def test_truncation_is_of_the_clients_text_and_a_prompt_that_is_only_the_cartridge_is_refused(
-        self, served: Served
-    ) -> None:
+    def test_truncation_is_of_the_clients_text_and_a_prompt_that_is_only_the_cartridge_is_refused(self, served):
         ward = served.sound["trained"]
         padded = "Seen by the team this morning and stable. " * 5 + ask(ward.facts[0], 0)
         own = len(encode(ask(ward.facts[0], 0)))
@@ -285,7 +279,7 @@ class FaultTests:
         _everybody_else_is_served(served)
 
     @pytest.mark.parametrize("room", [0, -1, -500])
-    def test_a_prompt_that_does_not_fit_behind_the_cartridge_is_refused(self, served: Served, room: int) -> None:
+    def test_a_prompt_that_does_not_fit_behind_the_cartridge_is_refused(self, served, room):
         before = served.sampled()
         for name in served.sound:
             with pytest.raises(openai.APIStatusError) as caught:
@@ -297,7 +291,7 @@ class FaultTests:
         assert longest.prompt_tokens == 2303
         _everybody_else_is_served(served)
 
-    def test_preempted_requests_go_on_from_the_cartridge(self, served: Served) -> None:
+    def test_preempted_requests_go_on_from_the_cartridge(self, served):
         """Sixteen requests of 1,500 positions each, in room for five: the engine must put some off and take them up again.
         The cartridge ends inside a chunk.
         """
@@ -323,7 +317,7 @@ class FaultTests:
         Registry(served.settings.registry_path).remove(name)
         _everybody_else_is_served(served)
 
-    def test_what_vllm_forgot_of_a_cartridge_is_injected_behind_what_it_still_has(self, served: Served) -> None:
+    def test_what_vllm_forgot_of_a_cartridge_is_injected_behind_what_it_still_has(self, served):
         """vLLM takes a request's last blocks first. LMCache 0.5.7 looks up only what comes after those that are left."""
         text = served.asker.http.get("/metrics").text
         blocks, block = (int(re.search(rf'{name}="(\d+)"', text)[1]) for name in ("num_gpu_blocks", "block_size"))

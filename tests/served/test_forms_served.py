@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -14,7 +13,6 @@ import foreign
 import numpy as np
 import pytest
 import torch
-from s3 import S3Server
 from serving import SERVER_ARGS, Client, question_ids, stored_kv
 
 from lmcache_cartridge.artifact.writing import ArtifactWriter
@@ -56,7 +54,7 @@ class Served(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def served(s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(s3_server, tmp_path_factory):
     place, home, files = (tmp_path_factory.mktemp(name) for name in ("artefacts", "home", "files"))
     model = CausalModel(str(MODEL_DIR))
     prefill.build(model, SHEETS_DIR / "ward-a.txt", place / "ward-a", cartridge_id="ward-a", version=1)
@@ -97,7 +95,7 @@ def served(s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Ite
         yield Served(client, model, place, files)
 
 
-def test_tokens_behind_kv_are_computed_and_so_is_all_that_stands_behind_tokens(served: Served) -> None:
+def test_tokens_behind_kv_are_computed_and_so_is_all_that_stands_behind_tokens(served):
     """A sheet is found wherever in a chain it stands, and the header tells how it came there."""
     for chain, injected in ((["first", "prefix"], 1024), (["prefix", "first"], 0)):
         for sheet in ("ward-a", "ward-b"):
@@ -109,7 +107,7 @@ def test_tokens_behind_kv_are_computed_and_so_is_all_that_stands_behind_tokens(s
                                              ["injected=0", "served=document"]]  # fmt: skip
 
 
-def test_named_and_labelled_cartridges_answer_and_nothing_else_is_had(served: Served) -> None:
+def test_named_and_labelled_cartridges_answer_and_nothing_else_is_had(served):
     assert served.right("ward-a", 1024, cartridges=["first"]) == QUESTIONS
     assert served.right("ward-a", 1024, cartridge_id="first") == QUESTIONS
     assert served.right("ward-b", 0, cartridge_id="prefix") == QUESTIONS
@@ -119,7 +117,7 @@ def test_named_and_labelled_cartridges_answer_and_nothing_else_is_had(served: Se
         assert served.client.post({"prompt": "x"} | wrong).status_code == status
 
 
-def test_files_by_path_are_imported_and_answer_and_hostile_ones_are_refused(served: Served) -> None:
+def test_files_by_path_are_imported_and_answer_and_hostile_ones_are_refused(served):
     kv, ids = str(served.files / "kv.pt"), str(served.files / "ids.pt")
     assert served.right("ward-a", 1024, cartridges=[kv]) >= QUESTIONS - 1, "their KV lacks the sheet's last words"
     assert served.right("ward-b", 0, cartridges=[ids]) == QUESTIONS
@@ -142,7 +140,7 @@ def test_files_by_path_are_imported_and_answer_and_hostile_ones_are_refused(serv
     assert served.right("ward-a", 1024, cartridges=["first"]) == QUESTIONS, "the server is alive"
 
 
-def test_an_object_on_s3_is_had_by_a_chat(served: Served) -> None:
+def test_an_object_on_s3_is_had_by_a_chat(served):
     fields = {"model": str(MODEL_DIR), "max_tokens": 4, "temperature": 0,
               "cartridges": [{"id": "s3://forms/team/kv.pt", "source": "s3", "force_redownload": False}]}  # fmt: skip
     right = 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import torch
 from families import FAMILIES, make_model, write
@@ -36,7 +35,7 @@ def _apart(reply: Reply, logits: torch.Tensor) -> float:
     return max(abs(found - float(expected[int(token[9:])])) for token, found in reply.logprobs[0].items())
 
 
-def test_layers_with_blocks_of_their_own_answer_as_transformers_does_after_the_same_kv(tmp_path: Path) -> None:
+def test_layers_with_blocks_of_their_own_answer_as_transformers_does_after_the_same_kv(tmp_path):
     """A cartridge, a chain, one with a canary, and many at once; a trained one is refused."""
     config = FAMILIES["gemma3"]()
     config.sliding_window = WINDOW

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -89,12 +89,12 @@ class Server(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def ids() -> list[int]:
+def ids():
     return write_ward(CausalModel(MODEL), patients(0, 4), "a").ids[:P]
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory, ids: list[int]) -> Iterator[dict[str, Server]]:
+def servers(tmp_path_factory, ids):
     """Two servers, one in each mode, with homes of their own and one secret."""
     found, model = {}, CausalModel(MODEL)
     with ExitStack() as stack:
@@ -119,9 +119,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory, ids: list[int]) -> Iterato
 
 @pytest.mark.parametrize("mode", ["in-process", "multiprocess"])
 @pytest.mark.parametrize("kind", ["prefill", "trained"])
-def test_what_the_tiers_hold_is_told_until_it_is_evicted_and_again_after_all_was_cleared(
-    servers: dict[str, Server], ids: list[int], mode: str, kind: str
-) -> None:
+def test_what_the_tiers_hold_is_told_until_it_is_evicted_and_again_after_all_was_cleared(servers, ids, mode, kind):
     server = servers[mode]
     server.asker.complete("x", [kind])
     positions = P if kind == "prefill" else 512
@@ -141,7 +139,7 @@ def test_what_the_tiers_hold_is_told_until_it_is_evicted_and_again_after_all_was
     server.tell(lambda _: not told("CPU") and not told("STORAGE"))
 
 
-def test_two_servers_with_one_secret_name_a_cartridges_blocks_alike(servers: dict[str, Server]) -> None:
+def test_two_servers_with_one_secret_name_a_cartridges_blocks_alike(servers):
     hashes = []
     for server in servers.values():
         server.asker.complete("where is it", ["prefill"])

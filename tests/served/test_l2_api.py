@@ -10,11 +10,11 @@ from waiting import until
 
 
 @pytest.fixture(scope="module")
-def mode() -> str:
+def mode():
     return "multiprocess"
 
 
-def test_evicting_reaches_what_lmcaches_server_keeps(served: Served) -> None:  # noqa: F811
+def test_evicting_reaches_what_lmcaches_server_keeps(served):  # noqa: F811
     log = served.settings.home / "server.log"
 
     def sources() -> list[tuple[str, str]]:

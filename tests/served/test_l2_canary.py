@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 from test_canary_served import ARGS, CHUNK, CanaryTests, broken, served  # noqa: F401
 
@@ -12,7 +10,7 @@ from lmcache_cartridge.settings import Settings
 
 
 @pytest.fixture(scope="module")
-def faulty_launch() -> Callable[[str, Settings], Launch]:
+def faulty_launch():
     def launch(model: str, settings: Settings) -> Launch:
         launch = plan(
             model, settings, chunk_tokens=CHUNK, on_load_failure="fail", mode="multiprocess",

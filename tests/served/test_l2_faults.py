@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import openai
 import pytest
 import test_faults
@@ -17,10 +15,10 @@ from lmcache_cartridge.settings import Settings
 
 @pytest.mark.parametrize("chunk", [0, 15])
 def test_a_chunk_lost_after_the_lookup_is_an_error_or_the_documents_answer(
-    served: test_faults.Served,  # noqa: F811
-    broken: Callable[..., None],  # noqa: F811
-    chunk: int,
-) -> None:
+    served,  # noqa: F811
+    broken,  # noqa: F811
+    chunk,
+):
     """LMCache folds what it got to a prefix before vLLM hears of it, so a document is computed from there on."""
     for name in served.sound:
         broken(drop=chunk)
@@ -39,10 +37,10 @@ def test_a_chunk_lost_after_the_lookup_is_an_error_or_the_documents_answer(
 
 @pytest.mark.parametrize("chunk", [0, 15])
 def test_nothing_is_saved_of_a_request_whose_trained_cartridge_was_lost(
-    served: test_faults.Served,  # noqa: F811
-    broken: Callable[..., None],  # noqa: F811
-    chunk: int,
-) -> None:
+    served,  # noqa: F811
+    broken,  # noqa: F811
+    chunk,
+):
     """Its text is longer than the cartridge, and all of it is scheduled in the step in which vLLM ends it."""
     text = served.sound["prefill"].ids[1:]
     own = text + text[:100] + encode(ask(served.sound["trained"].facts[0], 0))
@@ -73,7 +71,7 @@ class TestFaults(FaultTests):
 
 
 @pytest.fixture(scope="module")
-def faulty_launch() -> Callable[[Settings], Launch]:
+def faulty_launch():
     def launch(settings: Settings) -> Launch:
         # Whole chunks must be whole blocks, which are of 128 tokens on CPU where nothing is said.
         launch = plan(

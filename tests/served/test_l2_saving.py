@@ -88,7 +88,7 @@ def _serving(home: Path, wards: dict[str, Ward], model: CausalModel, **launch: A
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(tmp_path_factory):
     home, model = tmp_path_factory.mktemp("home"), CausalModel(MODEL)
     names = [*KINDS, "plain", "more", "rest"]
     wards = {name: _cut(model, write_ward(model, patients(i, 6), name), 1024) for i, name in enumerate(names)}
@@ -123,7 +123,7 @@ def _questions(ward: Ward, count: int = 8) -> list[tuple[list[int], str]]:
 
 
 @pytest.mark.parametrize("name", [None, *KINDS])
-def test_what_one_tenant_had_computed_is_no_hit_for_another(served: Served, name: str | None) -> None:
+def test_what_one_tenant_had_computed_is_no_hit_for_another(served, name):
     ids, mine = served.wards["more"].ids[1:] + [5, 6], next(_salts)
     before = 0 if name is None else len(served.wards[name].ids)
     assert served.ask(ids, name, mine).cached_tokens == before
@@ -139,7 +139,7 @@ def test_what_one_tenant_had_computed_is_no_hit_for_another(served: Served, name
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_lmcache_has_one_copy_of_a_named_cartridge_for_all_tenants(served: Served, name: str) -> None:
+def test_lmcache_has_one_copy_of_a_named_cartridge_for_all_tenants(served, name):
     question, answer = _questions(served.wards[name], 1)[0]
     log = served.settings.home / "server.log"
     served.ask(question, name, next(_salts))
@@ -150,7 +150,7 @@ def test_lmcache_has_one_copy_of_a_named_cartridge_for_all_tenants(served: Serve
         assert found == (str(reply.cached_tokens // CHUNK), "0"), (salt, found)
 
 
-def test_prefill_cartridges_answer_plain_prompts_of_every_tenant(served: Served) -> None:
+def test_prefill_cartridges_answer_plain_prompts_of_every_tenant(served):
     for question, answer in _questions(served.wards["doc"]):
         for salt in (None, next(_salts), "cartridge-kv-", "a" * 128):
             reply = served.ask(served.wards["doc"].ids + question, salt=salt)
@@ -165,9 +165,7 @@ def _root(served: Served, name: str) -> Path:
 
 
 @pytest.mark.parametrize("name", [None, "doc"])
-def test_a_request_that_is_not_to_be_saved_is_not_and_still_reads_what_others_saved(
-    served: Served, name: str | None
-) -> None:
+def test_a_request_that_is_not_to_be_saved_is_not_and_still_reads_what_others_saved(served, name):
     ids, salt = served.wards["rest"].ids[1:] + [7] * 30, next(_salts)
     before = 0 if name is None else 1024
     for _ in range(3):
@@ -181,7 +179,7 @@ def test_a_request_that_is_not_to_be_saved_is_not_and_still_reads_what_others_sa
     assert again.cached_tokens == before + 1024
 
 
-def test_lmcaches_other_places_store_and_load_and_get_no_cartridge(served: Served) -> None:
+def test_lmcaches_other_places_store_and_load_and_get_no_cartridge(served):
     ids, salt, place = served.wards["rest"].ids[:768] + [9] * 30, next(_salts), served.settings.home / "fs"
     before = {*place.rglob("*.data")}
     computed = served.ask(ids, "trained", salt)
@@ -198,7 +196,7 @@ def test_lmcaches_other_places_store_and_load_and_get_no_cartridge(served: Serve
     assert "Store task failed" not in (served.settings.home / "server.log").read_text(errors="replace")
 
 
-def test_two_tenants_get_their_own_answers_while_ids_are_replaced(served: Served) -> None:
+def test_two_tenants_get_their_own_answers_while_ids_are_replaced(served):
     """16 threads and 200 requests over three cartridges, each followed by a text of its tenant that is saved."""
     wards = {name: _again(served, name, 1) for name in KINDS}
     texts = {"t": served.wards["plain"].ids[1:600], "u": served.wards["rest"].ids[1:600]}
@@ -246,7 +244,7 @@ CROWDED_L1 = 4 << 20
 
 
 @pytest.fixture(scope="module")
-def crowded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def crowded(tmp_path_factory):
     """A server whose LMCache has memory for ten chunks, and claims of the largest cartridge take four."""
     model = CausalModel(MODEL)
     wards = {name: _cut(model, write_ward(model, patients(i, 6), name), 1024) for i, name in enumerate(KINDS)}
@@ -254,7 +252,7 @@ def crowded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         yield served
 
 
-def test_chatter_costs_no_cartridge_its_room_and_no_request_an_error(crowded: Served) -> None:
+def test_chatter_costs_no_cartridge_its_room_and_no_request_an_error(crowded):
     """Each cartridge must find room that plain prompts take as fast as they can."""
     over, chatted = threading.Event(), []
 
@@ -279,7 +277,7 @@ def test_chatter_costs_no_cartridge_its_room_and_no_request_an_error(crowded: Se
     assert set(chatted) == {0}
 
 
-def test_a_cold_cartridge_is_loaded_once_for_seventeen_requests_and_computed_for_none(crowded: Served) -> None:
+def test_a_cold_cartridge_is_loaded_once_for_seventeen_requests_and_computed_for_none(crowded):
     """Of one tenant, of plain prompts, and of four tenants. There is room for two copies in LMCache's memory."""
     question, answer = _questions(crowded.wards["other"], 1)[0]
     document = crowded.wards["other"].ids

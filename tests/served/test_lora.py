@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -34,7 +32,7 @@ _tags = count()
 
 
 @pytest.fixture(scope="module", params=["multiprocess", "in-process"])
-def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(request, tmp_path_factory):
     home = tmp_path_factory.mktemp("home")
     settings, model = from_mapping({"home": home, "contexts": True}), CausalModel(MODEL)
     ward = _cut(model, write_ward(model, patients(0, 6), "doc"), TEXT)
@@ -75,7 +73,7 @@ def _ward(served: Served) -> Ward:
     return served.wards["doc"]
 
 
-def test_a_model_is_answered_from_its_own_cartridge_and_refused_any_other(served: Served) -> None:
+def test_a_model_is_answered_from_its_own_cartridge_and_refused_any_other(served):
     """The matrix of three models and their cartridges; with another one's KV the logprobs would differ by more than 1."""
     questions = [question for question, _ in _questions(_ward(served), 3)]
     computed = {model: [_computed(served, _ward(served).ids + q, model) for q in questions] for model in MODELS}
@@ -91,7 +89,7 @@ def test_a_model_is_answered_from_its_own_cartridge_and_refused_any_other(served
                 assert "made with" in _refused(served, model, [name])
 
 
-def test_a_trained_cartridge_is_its_adapters_too(served: Served) -> None:
+def test_a_trained_cartridge_is_its_adapters_too(served):
     (question, _), *_ = _questions(_ward(served), 1)
     computed = _computed(served, _ward(served).ids[:256] + question, "one")
     reply = served.ask(question, "short-one", model="one")
@@ -101,7 +99,7 @@ def test_a_trained_cartridge_is_its_adapters_too(served: Served) -> None:
         assert "made with" in _refused(served, model, ["short-one"])
 
 
-def test_a_context_is_of_the_model_that_it_is_made_by_and_refused_to_others(served: Served) -> None:
+def test_a_context_is_of_the_model_that_it_is_made_by_and_refused_to_others(served):
     ids, route, names = (
         _ward(served).ids[:768],
         "/v1/cartridges",
@@ -122,7 +120,7 @@ def test_a_context_is_of_the_model_that_it_is_made_by_and_refused_to_others(serv
         assert served.http.delete(f"{route}/{name}").status_code == 200
 
 
-def test_a_server_has_an_adapter_make_a_cartridge_too(served: Served, tmp_path: Path) -> None:
+def test_a_server_has_an_adapter_make_a_cartridge_too(served, tmp_path):
     (tmp_path / "ids.json").write_text(json.dumps(_ward(served).ids[:512]))
     options = ["--id", "fetched", "--token-ids", str(tmp_path / "ids.json"), "--home", str(tmp_path)]
     assert main(["build", "--url", str(served.http.base_url), "--server-model", "one", *options]) == 0
@@ -137,7 +135,7 @@ def test_a_server_has_an_adapter_make_a_cartridge_too(served: Served, tmp_path: 
     registry.remove("fetched")
 
 
-def test_what_is_marked_is_read_for_the_model_that_it_was_marked_for(served: Served) -> None:
+def test_what_is_marked_is_read_for_the_model_that_it_was_marked_for(served):
     route, ward, texts = "/v1/cartridges", _ward(served), []
     names = {each["id"] for each in served.http.get(route).json()["data"]}
 
@@ -164,7 +162,7 @@ def test_what_is_marked_is_read_for_the_model_that_it_was_marked_for(served: Ser
         assert each["id"] in names or served.http.delete(f"{route}/{each['id']}").status_code == 200
 
 
-def test_a_chain_is_of_one_adapter(served: Served) -> None:
+def test_a_chain_is_of_one_adapter(served):
     (question, _), *_ = _questions(_ward(served), 1)
     text = _ward(served).ids
     computed = _computed(served, text + text[:256] + question, "one")
@@ -175,9 +173,7 @@ def test_a_chain_is_of_one_adapter(served: Served) -> None:
     assert "no chain" in _refused(served, "one", ["one", "short-two"])
 
 
-def test_a_server_is_validated_and_evaluated_by_the_adapters_name(
-    served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_server_is_validated_and_evaluated_by_the_adapters_name(served, tmp_path, capsys):
     questions, facts = tmp_path / "q.jsonl", _ward(served).facts[:4]
     questions.write_text("".join(f"{json.dumps({'question': ask(f, 0), 'answer': f.value})}\n" for f in facts))
     options = ["--url", str(served.http.base_url), "--home", str(served.settings.home), "--format", "json"]
@@ -192,7 +188,7 @@ def test_a_server_is_validated_and_evaluated_by_the_adapters_name(
     assert ways["cartridge"] == ways["document"] != ways["no prefix"]
 
 
-def test_plain_prompts_never_get_anothers_kv(served: Served) -> None:
+def test_plain_prompts_never_get_anothers_kv(served):
     """They begin with the sheet, of which there are cartridges of every model, and are saved."""
     question, answer = _questions(_ward(served), 1)[0]
     ids = _ward(served).ids + question
@@ -206,7 +202,7 @@ def test_plain_prompts_never_get_anothers_kv(served: Served) -> None:
         assert difference(served.saved(TEXT, ids, salt="tenant", model=model), computed[model]) < NOISE
 
 
-def test_what_follows_a_cartridge_is_its_tenants_and_its_adapters(served: Served) -> None:
+def test_what_follows_a_cartridge_is_its_tenants_and_its_adapters(served):
     """All tenants of an adapter have the same copy of its cartridge; what is behind it each has for itself."""
     (question, _), *_ = _questions(_ward(served), 1)
     ids = _ward(served).ids[2:259] + question
@@ -220,7 +216,7 @@ def test_what_follows_a_cartridge_is_its_tenants_and_its_adapters(served: Served
             assert max(difference(reply, computed[model]) for reply in (first, saved)) < NOISE
 
 
-def test_another_adapter_in_the_place_of_one_gets_no_cartridge_of_the_old(served: Served) -> None:
+def test_another_adapter_in_the_place_of_one_gets_no_cartridge_of_the_old(served):
     (question, _), *_ = _questions(_ward(served), 1)
     ids, directory = _ward(served).ids + question, served.settings.home / "changing"
 

@@ -9,7 +9,6 @@ import re
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import posting
@@ -19,7 +18,7 @@ from posting import CHUNK, ROUTE, WARDS, Served, serving
 from processor import noise
 from recall.ward import Fact
 from waiting import until
-from wards import MODEL, Asker, Ward, content
+from wards import MODEL, Asker, content
 
 wards, served = posting.wards, posting.served
 
@@ -86,7 +85,7 @@ def turns(text: str, fact: Fact, mark: dict[str, Any] | None = MARK) -> list[dic
 
 @pytest.mark.parametrize("ask", ROUTES)
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_marked_text_is_kept_and_read_by_the_next_request(served: Served, ask: Any, stream: bool) -> None:
+def test_a_marked_text_is_kept_and_read_by_the_next_request(served, ask, stream):
     ward, salt = served.wards["first"], {"cache_salt": f"{ask.__name__}-{stream}"}
     whole, before = len(ward.ids) // CHUNK * CHUNK, len(served.named(**salt))
     first = ask(served.asker, turns(ward.document.text, ward.facts[0]), stream=stream, **salt)
@@ -100,7 +99,7 @@ def test_a_marked_text_is_kept_and_read_by_the_next_request(served: Served, ask:
 
 
 @pytest.mark.parametrize("ask", ROUTES)
-def test_what_is_read_answers_as_what_is_computed(served: Served, ask: Any) -> None:
+def test_what_is_read_answers_as_what_is_computed(served, ask):
     """The same words greedily, and by OpenAI's route the same logprobs within noise."""
     ward, salt = served.wards["second"], {"cache_salt": f"{ask.__name__}-noise"}
     questions, before = ward.facts[:6], len(served.named(**salt))
@@ -126,7 +125,7 @@ def test_what_is_read_answers_as_what_is_computed(served: Served, ask: Any) -> N
     print(served.mode, "largest difference of logprobs", max(far))
 
 
-def test_only_whoever_marked_a_text_reads_it(served: Served) -> None:
+def test_only_whoever_marked_a_text_reads_it(served):
     ward, whole = served.wards["third"], len(served.wards["third"].ids) // CHUNK * CHUNK
     facts = iter(ward.facts)
     for asker, salt in (
@@ -143,7 +142,7 @@ def test_only_whoever_marked_a_text_reads_it(served: Served) -> None:
     assert (other.read, other.created, other.used) == (0, whole, None)
 
 
-def test_a_conversation_reads_the_longest_beginning_that_is_there(served: Served) -> None:
+def test_a_conversation_reads_the_longest_beginning_that_is_there(served):
     """Of more than four marks the last four count, and each that is new becomes a context."""
     wards, salt = [served.wards[name] for name in WARDS], {"cache_salt": "growing"}
     ends = list(itertools.accumulate(len(ward.ids) - 1 for ward in wards))  # behind <s>
@@ -180,7 +179,7 @@ def test_a_conversation_reads_the_longest_beginning_that_is_there(served: Served
     until(lambda: kept(*whole[1:]))
 
 
-def test_no_request_is_refused_for_its_marks(served: Served) -> None:
+def test_no_request_is_refused_for_its_marks(served):
     ward, salt = served.wards["second"], {"cache_salt": "odd"}
     text, fact, mine = ward.document.text, ward.facts[0], served.named()
     for mark in (
@@ -211,7 +210,7 @@ def test_no_request_is_refused_for_its_marks(served: Served) -> None:
     assert sum(right) == 8
 
 
-def test_a_context_of_a_mark_lives_as_long_as_it_says_from_its_last_use_on(served: Served) -> None:
+def test_a_context_of_a_mark_lives_as_long_as_it_says_from_its_last_use_on(served):
     ward, salt, mine = served.wards["fourth"], {"cache_salt": "living"}, served.named()
 
     def left() -> list[float]:
@@ -224,7 +223,7 @@ def test_a_context_of_a_mark_lives_as_long_as_it_says_from_its_last_use_on(serve
         until(lambda seconds=seconds: len(left()) == 1 and seconds - 240 < left()[0] <= seconds)
 
 
-def test_bills_sum_up_to_what_the_engine_counts(served: Served) -> None:
+def test_bills_sum_up_to_what_the_engine_counts(served):
     """200 requests: with marks and without, by both routes, whole and as streams, of two keys, behind names, of texts that come again
     and of new ones."""
     named = served.made(document=served.wards["third"].document.text)
@@ -288,9 +287,7 @@ def _counted(served: Served, before: Counter[str]) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("options", [TP, ("--api-server-count", "2")])
-def test_without_room_a_request_is_answered_and_nothing_is_made(
-    tmp_path: Path, wards: dict[str, Ward], options: tuple[str, ...]
-) -> None:
+def test_without_room_a_request_is_answered_and_nothing_is_made(tmp_path, wards, options):
     with serving(tmp_path, wards, "in-process", options, contexts_count=1) as served:
         ward, other = wards["first"], wards["second"]
         found = message(served.asker, turns(ward.document.text, ward.facts[0]))

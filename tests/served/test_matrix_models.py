@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from cells import CELLS
-from matrix import CellTests, Served, serve_family
+from matrix import CellTests, serve_family
 
 
 @pytest.fixture(scope="module", params=[name for name, cell in CELLS.items() if cell.model != "shipped"])
-def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(request, tmp_path_factory):
     with serve_family(request.param, tmp_path_factory.mktemp("cell")) as served:
         yield served
 

@@ -104,7 +104,7 @@ class ShippedCell(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+def made(tmp_path_factory):
     """Sheets `a` and `b` without a patient in common, as cartridges of every kind; `cut` lacks the end of `a`."""
     home, model = tmp_path_factory.mktemp("made"), CausalModel(MODEL)
     settings, files = from_mapping({"home": home}), home / "files"
@@ -188,9 +188,7 @@ def _put(made: Made, settings: Settings, source: str, s3: MotoServer) -> None:
 
 
 @pytest.fixture(scope="module", params=[name for name, cell in CELLS.items() if cell.model == "shipped"])
-def cell(
-    request: pytest.FixtureRequest, made: Made, moto_server: MotoServer, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[ShippedCell]:
+def cell(request, made, moto_server, tmp_path_factory):
     with pytest.MonkeyPatch.context() as here:
         for name, value in moto_server.environment.items():
             here.setenv(name, value)
@@ -201,7 +199,7 @@ def cell(
 
 
 @pytest.fixture(scope="module")
-def served(cell: ShippedCell) -> Served:
+def served(cell):
     """What every cell is asked is asked of this."""
     return cell.served
 
@@ -209,7 +207,7 @@ def served(cell: ShippedCell) -> Served:
 class TestCells(CellTests):
     """What every cell of the shipped model is asked."""
 
-    def test_validate_finds_every_answer_as_transformers_and_the_dense_prompt_have_it(self, served: Served) -> None:
+    def test_validate_finds_every_answer_as_transformers_and_the_dense_prompt_have_it(self, served):
         """In fp8 a computed document is further from its cartridge than noise: only the canary knows by how much."""
         result = "NOT CHECKED" if served.cell.in_fp8 else "pass"
         rows = served.validate("0,3cross", "--cartridges", "a,b")
@@ -219,14 +217,12 @@ class TestCells(CellTests):
             ("3cross", result),
         ], rows
 
-    def test_validate_asks_what_is_known_to_follow_a_cartridge(
-        self, cell: ShippedCell, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_validate_asks_what_is_known_to_follow_a_cartridge(self, cell, capsys):
         asked = ["--url", cell.served.client.url, "--home", str(cell.made.home)]
         assert main(["validate", "a", *asked]) == 0, capsys.readouterr()
 
     @pytest.mark.parametrize("kind", KINDS)
-    def test_each_kind_of_cartridge_answers_what_stands_in_its_sheets(self, cell: ShippedCell, kind: str) -> None:
+    def test_each_kind_of_cartridge_answers_what_stands_in_its_sheets(self, cell, kind):
         names, _, injected = KINDS[kind]
         lengths = {"short": 256, "ids": 0}
         sizes = [lengths.get(name, len(cell.made.wards["b" if name == "b" else "a"].ids)) for name in names]
@@ -237,12 +233,12 @@ class TestCells(CellTests):
             assert len(right) >= len(facts) - may_turn >= 8, f"{len(right)} of {len(facts)} on sheet {sheet}"
             assert min(right) >= expected
 
-    def test_without_a_cartridge_or_with_anothers_it_does_not_know(self, cell: ShippedCell) -> None:
+    def test_without_a_cartridge_or_with_anothers_it_does_not_know(self, cell):
         facts = cell.made.wards["a"].facts[:12]
         assert len(cell.right(facts, "b")) <= 4
         assert len(cell.right(facts, "ids")) <= 4
 
-    def test_logprobs_are_those_of_the_document_in_the_prompt(self, cell: ShippedCell) -> None:
+    def test_logprobs_are_those_of_the_document_in_the_prompt(self, cell):
         ward, far = cell.made.wards["a"], []
         for fact in [*ward.facts[:2], *ward.facts[-2:]]:
             own = encode(ask(fact, 0))
@@ -252,14 +248,14 @@ class TestCells(CellTests):
             far.append(difference(cell.ask(own, "b"), computed))
         assert min(far) > 2 * cell.served.cell.noise, "the control: another sheet's"
 
-    def test_what_stands_behind_the_last_whole_chunk_of_a_trained_one_is_known(self, cell: ShippedCell) -> None:
+    def test_what_stands_behind_the_last_whole_chunk_of_a_trained_one_is_known(self, cell):
         ward, made = cell.made.wards["a"], cell.made
         known = sure(made.model, made.kv[:, :, :1024], ward.facts)
         last = [fact for fact in ward.facts if fact not in known]
         assert len(last) >= 1
         assert len(cell.right(last, "trained")) == len(last) > len(cell.right(last, "cut"))
 
-    def test_a_cartridge_of_few_positions_is_injected_whole(self, cell: ShippedCell) -> None:
+    def test_a_cartridge_of_few_positions_is_injected_whole(self, cell):
         own = encode(ask(cell.made.wards["a"].facts[0], 0))
         expected = cell.made.model.logits_after(cell.made.kv[:, :, :FEW], own)[-1].log_softmax(-1)
         reply = cell.ask(own, "few")
@@ -267,7 +263,7 @@ class TestCells(CellTests):
         found = {int(token.removeprefix("token_id:")): value for token, value in reply.logprobs[0].items()}
         assert max(abs(value - float(expected[token])) for token, value in found.items()) < cell.served.cell.noise
 
-    def test_what_is_saved_behind_its_end_is_found_again_by_its_tenant(self, cell: ShippedCell) -> None:
+    def test_what_is_saved_behind_its_end_is_found_again_by_its_tenant(self, cell):
         ward, served = cell.made.wards["a"], cell.served
         behind = [*served.text, *encode(ask(ward.facts[0], 0))]
         first, other = (cell.ask(behind, "trained", cache_salt=salt) for salt in ("mine", "another's"))
@@ -280,7 +276,7 @@ class TestCells(CellTests):
         )
         assert difference(again[-1], first) < served.cell.noise
 
-    def test_a_chat_goes_on_behind_its_document(self, cell: ShippedCell) -> None:
+    def test_a_chat_goes_on_behind_its_document(self, cell):
         right, facts = 0, cell.made.wards["b"].facts[:8]
         for fact in facts:
             body = {"model": MODEL, "messages": [{"role": "user", "content": content(fact)}], "max_tokens": 2,
@@ -290,7 +286,7 @@ class TestCells(CellTests):
             right += reply["choices"][0]["message"]["content"].strip() == fact.value
         assert right >= len(facts) - 1
 
-    def test_many_at_once_get_each_its_own_answer(self, cell: ShippedCell) -> None:
+    def test_many_at_once_get_each_its_own_answer(self, cell):
         names = {"a": "a", "b": "b", "trained": "a", "a.pt": "a"}
         asked = [(name, fact) for name, sheet in names.items() for fact in cell.made.wards[sheet].facts[:8]]
         random.Random(0).shuffle(asked)
@@ -298,14 +294,14 @@ class TestCells(CellTests):
             right = list(pool.map(lambda pair: len(cell.right([pair[1]], pair[0])), asked))
         assert sum(right) == len(asked)
 
-    def test_a_chain_of_what_was_made_alone_says_so(self, cell: ShippedCell) -> None:
+    def test_a_chain_of_what_was_made_alone_says_so(self, cell):
         body = {"prompt": encode(ask(cell.made.wards["a"].facts[0], 0)), "max_tokens": 2, "temperature": 0}
         reply = cell.served.client.post(body | {"cartridges": ["short", "alone"]})
         notice = "made for fewer than 1 others: alone@1 (0)"
         assert (reply.status_code, reply.headers["x-cartridges-notice"]) == (200, notice)
         assert "x-cartridges-notice" not in cell.served.client.post(body | {"cartridges": ["alone"]}).headers
 
-    def test_it_was_run_as_its_line_says(self, served: Served) -> None:
+    def test_it_was_run_as_its_line_says(self, served):
         super().test_it_was_run_as_its_line_says(served)
         metrics, options = served.client.get("/metrics").text, served.cell.options
         if "--speculative-config" in options:

@@ -29,7 +29,7 @@ SECRET = "no-one-may-see-this-9f3c"
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+def server(tmp_path_factory):
     home = tmp_path_factory.mktemp("home")
     settings = from_mapping({"home": home, "cpu_bytes": 64 << 20})
     root = settings.cartridges_dir / "ward-a"
@@ -52,7 +52,7 @@ def _ask(server: ServerProcess) -> bool:
     return injected and reply.json()["choices"][0]["text"].strip() == question.answer
 
 
-def test_it_refuses_to_sleep_and_answers_on(server: ServerProcess) -> None:
+def test_it_refuses_to_sleep_and_answers_on(server):
     """It would take requests, and answer none: nothing tells LMCache's server that the KV cache is gone."""
     assert _ask(server)
     for level in range(3):
@@ -61,7 +61,7 @@ def test_it_refuses_to_sleep_and_answers_on(server: ServerProcess) -> None:
         assert _ask(server)
 
 
-def test_no_secret_of_another_place_is_in_an_argument_or_the_output(server: ServerProcess) -> None:
+def test_no_secret_of_another_place_is_in_an_argument_or_the_output(server):
     commands = []
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -72,7 +72,7 @@ def test_no_secret_of_another_place_is_in_an_argument_or_the_output(server: Serv
     assert (server.log.parent / "fs").is_dir(), "LMCache was told of the place"
 
 
-def test_an_engine_that_dies_ends_it_with_a_status_by_which_supervisors_start_it_again(server: ServerProcess) -> None:
+def test_an_engine_that_dies_ends_it_with_a_status_by_which_supervisors_start_it_again(server):
     cores = [pid for pid in _below(server.pid) if "EngineCore" in Path(f"/proc/{pid}/cmdline").read_text()]
     assert len(cores) == 1
     os.kill(cores[0], signal.SIGKILL)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from homes import Home
 from processor import needs_avx512
 from quantising import quantised
 from serving import Client, Reply, build_sheet, difference, question_ids, serving
@@ -60,7 +58,7 @@ class Served(NamedTuple):
 
 
 @pytest.fixture(scope="module", params=[("in-process", "W8A8"), ("multiprocess", "W4A16")], ids="-".join)
-def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(request, tmp_path_factory):
     """`own`: of the quantised model that is served; `original`: of the model in full, which is accepted."""
     mode, form = request.param
     home = tmp_path_factory.mktemp("home")
@@ -77,7 +75,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         yield Served(client, model, directory, settings, mode, log)
 
 
-def test_its_own_cartridge_answers_as_its_own_prompt(served: Served) -> None:
+def test_its_own_cartridge_answers_as_its_own_prompt(served):
     """One that the server computed too, without the weights here: as of models that transformers cannot compute."""
     assert served.far(served.behind("own")) < NOISE
     home, sheet = str(served.settings.home), str(SHEETS_DIR / "ward-a.txt")
@@ -86,7 +84,7 @@ def test_its_own_cartridge_answers_as_its_own_prompt(served: Served) -> None:
     assert served.far(served.behind("fetched")) < NOISE
 
 
-def test_what_is_marked_is_read_and_answers_as_what_is_computed(served: Served) -> None:
+def test_what_is_marked_is_read_and_answers_as_what_is_computed(served):
     sheet, mark = load_sheet("ward-b"), {"cache_control": {"type": "ephemeral"}}
 
     def asked(question: str, more: dict[str, Any]) -> tuple[str, int, bool]:
@@ -108,7 +106,7 @@ def test_what_is_marked_is_read_and_answers_as_what_is_computed(served: Served) 
         assert asked(question, {})[0] == said
 
 
-def test_its_originals_cartridge_answers_too_and_is_as_far_off_as_the_weights(served: Served) -> None:
+def test_its_originals_cartridge_answers_too_and_is_as_far_off_as_the_weights(served):
     """In chains as well. The canary, which knows the original's answers, is asked, says what it found and blocks nothing."""
     assert 0 < served.far(served.behind("original")) < WEIGHTS
     served.behind("own", "original")
@@ -119,7 +117,7 @@ def test_its_originals_cartridge_answers_too_and_is_as_far_off_as_the_weights(se
     assert said, "what it found is in the log"
 
 
-def test_the_engine_refuses_what_it_would_accept_where_nobody_accepts_weights(served: Served, home: Home) -> None:
+def test_the_engine_refuses_what_it_would_accept_where_nobody_accepts_weights(served, home):
     """By the fingerprint that this engine gives, which both modes tell."""
     made = served.client.post_json("/v1/cartridges", {"document": "A document."}).json()
     entry = Registry(served.settings.registry_path, read_only=True).find(made["id"])

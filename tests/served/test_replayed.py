@@ -21,7 +21,7 @@ DOCUMENTS = {"a": range(5, 205), "b": range(240, 360)}
 SCRIPT = Path(__file__).parents[1] / "replayed_offline.py"
 
 
-def test_a_step_that_is_replayed_as_one_cuda_graph_loads_before_it(tmp_path: Path) -> None:
+def test_a_step_that_is_replayed_as_one_cuda_graph_loads_before_it(tmp_path):
     """As vLLM on a GPU has it where a single token of the prompt is not in a cartridge."""
     path = make_model(tmp_path / "model", FAMILIES["smollm3"]())
     model, settings = CausalModel(str(path), max_model_len=MAX_MODEL_LEN), Settings(home=tmp_path / "home")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -30,7 +29,7 @@ _NAMES: dict[str, Any] = {"model_aliases": {"ward": ["a"]}}
 
 
 @pytest.fixture(scope="module")
-def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+def http(tmp_path_factory):
     home = tmp_path_factory.mktemp("home")
     settings, model = from_mapping({"home": home, "cpu_bytes": 64 << 20, "required": True} | _NAMES), CausalModel(MODEL)
     register(model, settings, write_ward(model, patients(0, 4), "a").ids, name="a")
@@ -42,9 +41,7 @@ def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", TAKING)
-def test_a_route_that_takes_cartridges_answers_with_one_and_refuses_without(
-    http: httpx.Client, path: str, stream: bool
-) -> None:
+def test_a_route_that_takes_cartridges_answers_with_one_and_refuses_without(http, path, stream):
     body = TAKING[path] | {"stream": stream}
     reply = http.post(path, json=body)
     assert (reply.status_code, "`required`" in json.dumps(reply.json())) == (400, True), reply.text
@@ -63,7 +60,7 @@ def test_a_route_that_takes_cartridges_answers_with_one_and_refuses_without(
 
 
 @pytest.mark.parametrize("path", UNAWARE)
-def test_other_routes_that_generate_refuse_and_those_that_do_not_answer(http: httpx.Client, path: str) -> None:
+def test_other_routes_that_generate_refuse_and_those_that_do_not_answer(http, path):
     reply = http.post(path, json=UNAWARE[path])
     if path in HARMLESS:
         assert reply.status_code == 200
@@ -75,7 +72,7 @@ def test_other_routes_that_generate_refuse_and_those_that_do_not_answer(http: ht
 
 
 @pytest.mark.parametrize("path", TAKING)
-def test_a_model_that_names_no_cartridge_or_another_is_refused(http: httpx.Client, path: str) -> None:
+def test_a_model_that_names_no_cartridge_or_another_is_refused(http, path):
     for model, fields, headers, status in (
         ("a", {}, {}, 404), (f"{MODEL}:nope", {}, {}, 404), (f"{MODEL}:a@7", {}, {}, 404), (f"{MODEL}:", {}, {}, 400),
         (f"{MODEL}:a,,a", {}, {}, 400), (f"{MODEL}:a", {"cartridges": ["b"]}, {}, 400), ("no:a", {}, {}, 404),
@@ -86,7 +83,7 @@ def test_a_model_that_names_no_cartridge_or_another_is_refused(http: httpx.Clien
 
 
 @pytest.mark.parametrize("extra", [{"cartridges": None}, {"cartridges": ["nope"]}, {"kv_transfer_params": {}}])
-def test_naming_none_is_not_naming_one(http: httpx.Client, extra: dict[str, Any]) -> None:
+def test_naming_none_is_not_naming_one(http, extra):
     assert http.post("/v1/completions", json=TAKING["/v1/completions"] | extra).status_code in (400, 404)
 
 
@@ -98,8 +95,8 @@ _HEADER = st.lists(_NAMED.map(str.encode) | _BYTES, max_size=3).map(b",".join) |
 
 
 def test_odd_headers_and_model_names_get_an_error_of_their_own_or_the_cartridges_they_name(
-    http: httpx.Client,
-) -> None:
+    http,
+):
     statuses: Counter[int] = Counter()
     newest = {"current": "a", "ward": "a"}
 

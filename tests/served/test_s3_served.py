@@ -8,7 +8,6 @@ import re
 import select
 import socket
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -82,7 +81,7 @@ class Served(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def served(s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(s3_server, tmp_path_factory):
     home = tmp_path_factory.mktemp("home")
     model, bucket = CausalModel(MODEL), "served"
     s3_server.client.create_bucket(Bucket=bucket)
@@ -117,7 +116,7 @@ def _push(server: S3Server, root: Path, prefix: str) -> None:
 
 
 @pytest.fixture
-def gate(served: Served) -> Iterator[Gate]:
+def gate(served):
     """Hold every read of a payload; at the end let them go, and wait until nothing is loading."""
     gate = Gate()
     served.proxy.always = gate
@@ -129,13 +128,13 @@ def gate(served: Served) -> Iterator[Gate]:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_registered_cartridge_is_fetched_and_served(served: Served, name: str) -> None:
+def test_a_registered_cartridge_is_fetched_and_served(served, name):
     assert served.right(name)
     assert served.state(name)["state"] == "resident"
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_location_under_a_configured_bucket_is_the_same_cartridge(served: Served, name: str) -> None:
+def test_a_location_under_a_configured_bucket_is_the_same_cartridge(served, name):
     location = f"s3://{served.bucket}/allowed/{name}"
     for named in (location, {"id": location}, {"id": location, "source": "s3"}):
         assert served.right(name, [named])
@@ -145,13 +144,13 @@ def test_a_location_under_a_configured_bucket_is_the_same_cartridge(served: Serv
 @pytest.mark.parametrize(
     "location", ["elsewhere/other", "allowed/../elsewhere/other", "allowed/nope", "allowed", "allowed//doc", "allowedx"]
 )
-def test_any_other_location_is_not_found(served: Served, location: str) -> None:
+def test_any_other_location_is_not_found(served, location):
     with pytest.raises(openai.NotFoundError) as caught:
         served.ask("doc", f"s3://{served.bucket}/{location}")
     assert "testing" not in str(caught.value), "the secret key"
 
 
-def test_a_cold_fetch_keeps_nobody_waiting_but_who_asked_for_it(served: Served, gate: Gate) -> None:
+def test_a_cold_fetch_keeps_nobody_waiting_but_who_asked_for_it(served, gate):
     served.proxy.always = None
     assert served.right("hot")
     served.evict("trained")
@@ -170,7 +169,7 @@ def test_a_cold_fetch_keeps_nobody_waiting_but_who_asked_for_it(served: Served, 
         assert cold.result(60).text.strip() == served.wards["trained"].facts[0].value
 
 
-def test_a_document_at_the_head_of_a_plain_prompt_is_computed_while_it_is_fetched(served: Served, gate: Gate) -> None:
+def test_a_document_at_the_head_of_a_plain_prompt_is_computed_while_it_is_fetched(served, gate):
     served.evict("doc")
     ward = served.wards["doc"]
     prompt = [*ward.ids, *CausalModel(MODEL).encode(" " + ask(ward.facts[0], 0), special=False)]
@@ -182,7 +181,7 @@ def test_a_document_at_the_head_of_a_plain_prompt_is_computed_while_it_is_fetche
     _injected(served, prompt, ward.facts[0].value)
 
 
-def test_who_waited_long_enough_is_told_to_come_back(served: Served, gate: Gate) -> None:
+def test_who_waited_long_enough_is_told_to_come_back(served, gate):
     served.evict("trained")
     with pytest.raises(openai.APIStatusError) as caught:
         served.ask("trained")
@@ -192,7 +191,7 @@ def test_who_waited_long_enough_is_told_to_come_back(served: Served, gate: Gate)
     assert served.right("trained")
 
 
-def test_preloading_answers_at_once_and_tells_how_far_it_is(served: Served, gate: Gate) -> None:
+def test_preloading_answers_at_once_and_tells_how_far_it_is(served, gate):
     served.evict("trained")
     reply = served.asker.http.post("/v1/cartridges/trained/preload")
     assert (reply.status_code, reply.json()["resident_chunks"]) == (202, 0)
@@ -202,14 +201,14 @@ def test_preloading_answers_at_once_and_tells_how_far_it_is(served: Served, gate
     assert served.state("trained")["state"] == "resident"
 
 
-def test_a_chunk_damaged_on_its_way_is_fetched_again(served: Served) -> None:
+def test_a_chunk_damaged_on_its_way_is_fetched_again(served):
     served.evict("trained")
     served.proxy.faults = [flipped]
     assert served.right("trained")
     assert served.state("trained")["state"] == "resident"
 
 
-def test_force_redownload_fetches_every_chunk_again(served: Served, s3_server: S3Server) -> None:
+def test_force_redownload_fetches_every_chunk_again(served, s3_server):
     assert served.right("trained")
     served.proxy.requests.clear()
     assert served.right("trained")
@@ -222,9 +221,7 @@ def test_force_redownload_fetches_every_chunk_again(served: Served, s3_server: S
     assert sum(last + 1 - first for first, last in ranges) == end - start, "each byte once, in however many requests"
 
 
-def test_a_cartridge_replaced_at_its_location_is_served_as_what_it_is_now(
-    served: Served, s3_server: S3Server, tmp_path: Path
-) -> None:
+def test_a_cartridge_replaced_at_its_location_is_served_as_what_it_is_now(served, s3_server, tmp_path):
     model, location = CausalModel(MODEL), f"s3://{served.bucket}/allowed/moving"
     for version, name in enumerate(("hot", "doc"), start=1):
         save(model, tmp_path / name, served.wards[name].ids, name="moving", version=version, chunk_tokens=CHUNK)
@@ -234,9 +231,7 @@ def test_a_cartridge_replaced_at_its_location_is_served_as_what_it_is_now(
         assert reply.used == f"moving@{version};positions={POSITIONS}"
 
 
-def test_a_payload_that_is_wrong_for_good_quarantines_its_cartridge_only(
-    served: Served, s3_server: S3Server, tmp_path: Path
-) -> None:
+def test_a_payload_that_is_wrong_for_good_quarantines_its_cartridge_only(served, s3_server, tmp_path):
     save(CausalModel(MODEL), tmp_path / "bad", served.wards["doc"].ids, name="bad", kind="trained", chunk_tokens=CHUNK)
     payload = tmp_path / "bad" / "payload.safetensors"
     payload.write_bytes(payload.read_bytes()[:-1] + b"\x7f")
@@ -247,7 +242,7 @@ def test_a_payload_that_is_wrong_for_good_quarantines_its_cartridge_only(
     assert served.right("hot")
 
 
-def test_a_manifest_that_does_not_come_holds_up_no_other_request(served: Served) -> None:
+def test_a_manifest_that_does_not_come_holds_up_no_other_request(served):
     stuck, waiting = threading.Event(), set()
 
     def hold(handler: Handler, answer: Sent) -> None:
@@ -289,9 +284,7 @@ def _injected(served: Served, prompt: list[int], answer: str) -> None:
     assert replies[-1].cached_tokens == POSITIONS
 
 
-def test_a_version_registered_while_serving_is_found_by_plain_prompts_too(
-    served: Served, s3_server: S3Server, tmp_path: Path
-) -> None:
+def test_a_version_registered_while_serving_is_found_by_plain_prompts_too(served, s3_server, tmp_path):
     model = CausalModel(MODEL)
     document = write_document(random.Random("late"), POSITIONS, patients(0, 2))
     ids = model.encode(document.text, special=True)[:POSITIONS]
@@ -313,7 +306,7 @@ def test_a_version_registered_while_serving_is_found_by_plain_prompts_too(
     until(lambda: not served.asker.complete(prompt, cache_salt=f"{random.getrandbits(64)}").cached_tokens)
 
 
-def test_serving_wrote_to_no_registry_and_no_bucket(served: Served, s3_server: S3Server) -> None:
+def test_serving_wrote_to_no_registry_and_no_bucket(served, s3_server):
     registry = served.settings.registry_path.read_bytes()
     objects = s3_server.client.list_objects_v2(Bucket=served.bucket, Prefix="allowed/hot")["Contents"]
     assert served.right("hot")

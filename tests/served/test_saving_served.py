@@ -11,7 +11,6 @@ import os
 import random
 import re
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,7 +56,7 @@ class Served(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(tmp_path_factory):
     home = tmp_path_factory.mktemp("home")
     settings, model = from_mapping({"home": home, "plain_prompts": "all"}), CausalModel(MODEL)
     wards = {name: write_ward(model, patients(i, 4), name) for i, name in enumerate(("prefill", "trained", "text"))}
@@ -105,7 +104,7 @@ def _sure(served: Served, ids: list[int], facts: list[Fact]) -> list[Fact]:
     return found
 
 
-def test_a_plain_prompt_is_saved_and_read_back(served: Served) -> None:
+def test_a_plain_prompt_is_saved_and_read_back(served):
     ward = served.wards["text"]
     ids, whole = ward.ids, len(ward.ids) // CHUNK * CHUNK
     facts = _sure(served, ids, ward.facts)
@@ -119,7 +118,7 @@ def test_a_plain_prompt_is_saved_and_read_back(served: Served) -> None:
     assert whole >= 1024
 
 
-def test_no_tenant_gets_anothers_hit_and_documents_answer_everybody(served: Served) -> None:
+def test_no_tenant_gets_anothers_hit_and_documents_answer_everybody(served):
     rng, words = random.Random(5), served.wards["text"].ids[1:]
     own = [served.wards["text"].ids[0], *rng.sample(words, 1040)]
     document = served.wards["prefill"].ids
@@ -136,7 +135,7 @@ def test_no_tenant_gets_anothers_hit_and_documents_answer_everybody(served: Serv
         assert seen == [[0, 1024, 256, 1024], [1024, 2048, 1280, 2048]], salt
 
 
-def test_a_clients_tag_for_saving_is_read_and_its_tenancy_is_not(served: Served) -> None:
+def test_a_clients_tag_for_saving_is_read_and_its_tenancy_is_not(served):
     rng = random.Random(6)
     own = [served.wards["text"].ids[0], *rng.sample(served.wards["text"].ids[1:], 600)]
     for skip, found in ((True, 0), (False, 0), (False, 512)):
@@ -149,7 +148,7 @@ def _break(served: Served, **fault: Any) -> None:
     served.fault.write_text(json.dumps(fault))
 
 
-def test_nothing_is_saved_after_a_trained_cartridge_that_could_not_be_loaded(served: Served) -> None:
+def test_nothing_is_saved_after_a_trained_cartridge_that_could_not_be_loaded(served):
     """vLLM ends the request, but in the same step LMCache would save what was computed from its identity tokens."""
     text = served.wards["text"].ids[1:]
     ids = [*served.wards["trained"].ids, *text]

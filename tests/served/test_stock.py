@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,7 +36,7 @@ class Built(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+def built(tmp_path_factory):
     home, model = tmp_path_factory.mktemp("home"), CausalModel(str(MODEL_DIR))
     settings = from_mapping({"home": home})
     root = settings.cartridges_dir / "ward-a"
@@ -59,7 +58,7 @@ REFUSE = {
 
 
 @pytest.fixture(scope="module")
-def client(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+def client(built, tmp_path_factory):
     """To the letter; the other ways are cells of the matrix."""
     directory = tmp_path_factory.mktemp("stock")
     launch = stock(
@@ -74,9 +73,7 @@ def client(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Iterator[C
     assert "lmcache-cartridge's connector takes the place of LMCacheConnectorV1" in (directory / "log").read_text()
 
 
-def test_a_document_at_the_head_of_a_prompt_is_injected_and_the_answer_is_that_of_a_prefill(
-    client: Client, built: Built
-) -> None:
+def test_a_document_at_the_head_of_a_prompt_is_injected_and_the_answer_is_that_of_a_prefill(client, built):
     sheet = load_sheet("ward-a")
     document = built.model.encode(sheet.text, special=True)
     # By default no prompt waits for chunks that it does not name: the first has them loaded, and is computed.
@@ -88,7 +85,7 @@ def test_a_document_at_the_head_of_a_prompt_is_injected_and_the_answer_is_that_o
         assert difference(reply, client.computed(prompt)) < NOISE
 
 
-def test_the_request_api_is_there_and_names_are_answered_from_the_cartridge(client: Client, built: Built) -> None:
+def test_the_request_api_is_there_and_names_are_answered_from_the_cartridge(client, built):
     for question in load_sheet("ward-a").questions[:4]:
         own = question_ids(built.model, question.text)
         reply = client.post({"prompt": own, "cartridges": ["ward-a"], "max_tokens": 4, "temperature": 0})
@@ -99,7 +96,7 @@ def test_the_request_api_is_there_and_names_are_answered_from_the_cartridge(clie
 
 
 @pytest.mark.parametrize("way", REFUSE)
-def test_a_server_that_would_answer_without_cartridges_does_not_start(tmp_path: Path, way: str) -> None:
+def test_a_server_that_would_answer_without_cartridges_does_not_start(tmp_path, way):
     given, reason = REFUSE[way]
     launch = stock(tmp_path, tmp_path, given)
     with pytest.raises(UnsupportedEngine), ServerProcess(launch, tmp_path / "log"):
@@ -107,7 +104,7 @@ def test_a_server_that_would_answer_without_cartridges_does_not_start(tmp_path: 
     assert reason in (tmp_path / "log").read_text()
 
 
-def test_an_engine_without_an_adapter_in_lmcaches_server_does_not_start(tmp_path: Path) -> None:
+def test_an_engine_without_an_adapter_in_lmcaches_server_does_not_start(tmp_path):
     launch = plan(str(MODEL_DIR), from_mapping({"home": tmp_path}), vllm_args=SERVER_ARGS, mode="multiprocess")
     command = [argument.replace("/lmcache-cartridge-", "/nobody-") for argument in launch.command]
     assert command != launch.command
@@ -129,7 +126,7 @@ def __getattr__(name):
 """
 
 
-def test_a_server_whose_scheduler_refuses_in_the_workers_process_ends(tmp_path: Path) -> None:
+def test_a_server_whose_scheduler_refuses_in_the_workers_process_ends(tmp_path):
     """LMCache's storage thread is there by then, and nobody else would end it. An installation that names an old place of the
     request API, as after an upgrade, is refused in the same way.
     """
@@ -178,7 +175,7 @@ _NAMING = {"kv_connector_extra_config": {"cartridge_path": "/a.pt"}}
 _MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector"
 
 
-def test_our_connector_takes_a_place_where_something_names_cartridges_and_no_other(tmp_path: Path) -> None:
+def test_our_connector_takes_a_place_where_something_names_cartridges_and_no_other(tmp_path):
     subclass = YAML.replace("lmcache_cartridge.engine.backend", "lmcache_cartridge_of_others")
     another = subclass.replace("CartridgeBackend", "OthersBackend")
     texts = {"ours": YAML, "a subclass of ours": subclass, "another's": another, "nobody's": ": : :"}

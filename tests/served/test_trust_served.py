@@ -94,7 +94,7 @@ def make_library(home: Path) -> Library:
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
+def library(tmp_path_factory):
     return make_library(tmp_path_factory.mktemp("home"))
 
 
@@ -180,19 +180,19 @@ class TrustTests:
 
     @pytest.fixture(scope="class")
     @classmethod
-    def served(cls, library: Library) -> Iterator[Served]:
+    def served(cls, library):
         served = Served(library, cls.mode)
         with served.stack:
             yield served
 
-    def test_the_good_one_answers_those_that_name_it_and_those_that_bring_its_text(self, served: Served) -> None:
+    def test_the_good_one_answers_those_that_name_it_and_those_that_bring_its_text(self, served):
         assert served.right("p") == FACTS
         assert served.plain() == ALL
         text, fact = served.library.ward.document.text, served.library.facts[0]
         found = served.asker.complete(f"{text} {ask(fact, 0)}", cache_salt=uuid.uuid4().hex)
         assert found.cached_tokens == POSITIONS, "else nothing in here says anything of what plain prompts are lent"
 
-    def test_a_client_is_told_and_can_compare(self, served: Served) -> None:
+    def test_a_client_is_told_and_can_compare(self, served):
         """Each request twice with one salt: what the connector injected is told apart from what vLLM had of the first."""
         asker, fact = served.asker, served.library.facts[0]
         prompt = f"{served.library.ward.document.text} {ask(fact, 0)}"
@@ -212,7 +212,7 @@ class TrustTests:
                 assert given[0].cached_tokens == 0 or how == "", "nothing of a prompt that was answered from KV is left"
                 assert {each.text.split()[0] for each in (first, second, *given)} == {fact.value}
 
-    def test_a_client_of_any_route_can_compare(self, served: Served) -> None:
+    def test_a_client_of_any_route_can_compare(self, served):
         fact, http = served.library.facts[0], served.asker.http
         text, used = f"{served.library.ward.document.text} {ask(fact, 0)}", f"p@1;positions={POSITIONS}"
         asked = {"role": "user", "content": text}
@@ -240,7 +240,7 @@ class TrustTests:
                 assert refused.status_code == 400, (path, more, refused.text)
         assert http.post("/tokenize", json={"prompt": "x", "cartridges": False}).status_code == 400
 
-    def test_of_several_prompts_in_one_request_each_is_told(self, served: Served) -> None:
+    def test_of_several_prompts_in_one_request_each_is_told(self, served):
         """The one that begins with the document may be the second to answer."""
         text = f"{served.library.ward.document.text} {ask(served.library.facts[0], 0)}"
         assert (served.right("p"), served.plain()) == (FACTS, ALL)
@@ -249,7 +249,7 @@ class TrustTests:
             reply = served.asker.http.post("/v1/completions", json=body | {"stream": stream})
             assert reply.headers["x-cartridges"].startswith(f"p@1;positions={POSITIONS};"), reply.text
 
-    def test_who_asks_by_token_ids_is_told(self, served: Served) -> None:
+    def test_who_asks_by_token_ids_is_told(self, served):
         ids = served.library.ward.ids
         assert (served.right("p"), served.plain()) == (FACTS, ALL)
         for stream in (False, True):
@@ -258,34 +258,34 @@ class TrustTests:
             told = reply.headers.get("x-cartridges", "")
             assert told.startswith(f"p@1;positions={POSITIONS};injected={POSITIONS};"), (stream, reply.text)
 
-    def test_one_whose_canary_fails_takes_no_answer_away(self, served: Served) -> None:
+    def test_one_whose_canary_fails_takes_no_answer_away(self, served):
         with served.registered("zbad"):
             assert not served.injects("zbad")
             assert served.state("zbad")["canary"] == "failed"
             assert (served.plain(), served.right("p")) == (ALL, FACTS)
         assert (served.plain(), served.right("p")) == (ALL, FACTS)
 
-    def test_nor_does_one_that_shares_the_first_chunk_alone_and_that_nobody_names(self, served: Served) -> None:
+    def test_nor_does_one_that_shares_the_first_chunk_alone_and_that_nobody_names(self, served):
         with served.registered("zbegin"):
             assert served.plain() == ALL
             assert not served.injects("zbegin")
             assert (served.plain(), served.right("p")) == (ALL, FACTS)
         assert served.plain() == ALL
 
-    def test_one_without_a_canary_answers_those_that_name_it_alone(self, served: Served) -> None:
+    def test_one_without_a_canary_answers_those_that_name_it_alone(self, served):
         with served.registered("znone"):
             assert served.plain() == ALL
             assert served.right("znone") < FACTS, "it is not served to who names it, or is no bad one"
             assert (served.plain(), served.right("p")) == (ALL, FACTS)
         assert served.plain() == ALL
 
-    def test_a_copy_whose_canary_is_wrong_is_refused_by_itself(self, served: Served) -> None:
+    def test_a_copy_whose_canary_is_wrong_is_refused_by_itself(self, served):
         with served.registered("zdup"):
             assert not served.injects("zdup")
             assert (served.right("p"), served.plain()) == (FACTS, ALL)
         assert (served.right("p"), served.plain()) == (FACTS, ALL)
 
-    def test_a_flipped_bit_is_its_own_copys(self, served: Served) -> None:
+    def test_a_flipped_bit_is_its_own_copys(self, served):
         with served.registered("zflip"):
             served.asker.http.post("/v1/cartridges/p/evict").raise_for_status()
             assert (served.right("zflip"), served.right("p"), served.plain()) == (FACTS, FACTS, ALL)
@@ -293,7 +293,7 @@ class TrustTests:
             assert served.state("zflip")["state"] == "quarantined"
         assert (served.right("p"), served.plain()) == (FACTS, ALL)
 
-    def test_nothing_that_was_injected_outlives_the_trust_in_it(self, served: Served) -> None:
+    def test_nothing_that_was_injected_outlives_the_trust_in_it(self, served):
         """It holds wrong KV and has a canary that was made of it: only its owner can know, who removes it."""
         assert served.plain() == ALL
         with served.registered("zself"):
@@ -317,7 +317,7 @@ class TestInProcess(TrustTests):
 class TestMultiprocess(TrustTests):
     mode = "multiprocess"
 
-    def test_nothing_that_was_injected_outlives_a_restart(self, served: Served) -> None:
+    def test_nothing_that_was_injected_outlives_a_restart(self, served):
         """In this mode alone, in which LMCache's server starts again too."""
         served.start()
         assert served.plain() == ALL, "this engine was tried with nothing yet"

@@ -56,13 +56,13 @@ def _fetch(found: list[set[int]]) -> None:
 
 
 @pytest.mark.parametrize("work", [_load, _fetch])
-def test_a_thread_that_loads_runs_on_every_core(work: Callable[[list[set[int]]], None]) -> None:
+def test_a_thread_that_loads_runs_on_every_core(work):
     found: list[set[int]] = []
     _bound(lambda: work(found))
     assert found == [CORES]
 
 
-def test_a_process_that_is_bound_stays_on_its_cores() -> None:
+def test_a_process_that_is_bound_stays_on_its_cores():
     """What an operator's `taskset` or a container leaves it: no thread of it may use others."""
     told = subprocess.run([sys.executable, "-c", BOUND], capture_output=True, text=True, timeout=60, check=True)
     assert told.stdout.split() == [str(min(CORES))]

@@ -97,13 +97,13 @@ def _locked(root: Path) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("size", [SIZE - 1, SIZE + 1])
-def test_a_copy_of_another_size_than_asked_for_is_a_miss(tmp_path: Path, size: int) -> None:
+def test_a_copy_of_another_size_than_asked_for_is_a_miss(tmp_path, size):
     cache = _filled(tmp_path / "cache", 1)
     assert not cache.read_into(_key(0), memoryview(bytearray(size)))
     assert (cache.stats().hits, cache.stats().misses) == (0, 1)
 
 
-def test_copies_used_since_the_last_count_stay_when_the_oldest_known_go(tmp_path: Path) -> None:
+def test_copies_used_since_the_last_count_stay_when_the_oldest_known_go(tmp_path):
     clock = Clock()
     root = _filled(tmp_path / "cache", 6, clock=clock).root
     cache = DiskCache(root, 6 * SIZE, clock=clock)
@@ -116,7 +116,7 @@ def test_copies_used_since_the_last_count_stay_when_the_oldest_known_go(tmp_path
     check(cache)
 
 
-def test_files_are_private_to_their_user(tmp_path: Path) -> None:
+def test_files_are_private_to_their_user(tmp_path):
     root = _filled(tmp_path / "cache", 1).root
     modes = {str(path.relative_to(tmp_path)): stat.S_IMODE(path.stat().st_mode) for path in [root, *root.rglob("*")]}
     digest = f"cache/{_key(0).digest}"
@@ -129,7 +129,7 @@ def test_files_are_private_to_their_user(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("copies", [1, 5])
-def test_the_budget_holds_on_disk_under_eight_writers(tmp_path: Path, copies: int) -> None:
+def test_the_budget_holds_on_disk_under_eight_writers(tmp_path, copies):
     size, stop, seen, end = 200_000, threading.Event(), [0], time.monotonic() + 1
     cache = DiskCache(tmp_path / "cache", copies * size)
 
@@ -197,7 +197,7 @@ def _hammering(root: Path, budget: int, processes: int) -> Iterator[list[Connect
             process.join()
 
 
-def test_several_processes_keep_one_budget_and_exact_counters(tmp_path: Path) -> None:
+def test_several_processes_keep_one_budget_and_exact_counters(tmp_path):
     root, budget, most = tmp_path / "cache", 24 * SIZE, 0  # the 36 copies are 72
     watching = DiskCache(root, budget)
     with _hammering(root, budget, 3) as ends:
@@ -214,9 +214,7 @@ def test_several_processes_keep_one_budget_and_exact_counters(tmp_path: Path) ->
 
 @pytest.mark.parametrize("moment", ["rename", "unlink", "pwrite"])
 @pytest.mark.parametrize("after", [False, True])
-def test_a_process_killed_between_a_change_and_its_count_counts_too_much_and_never_too_little(
-    tmp_path: Path, moment: str, after: bool
-) -> None:
+def test_a_process_killed_between_a_change_and_its_count_counts_too_much_and_never_too_little(tmp_path, moment, after):
     root = _filled(tmp_path / "cache", 3, 3 * SIZE).root
     child = SPAWN.Process(target=_die_at, args=(root, moment, after))
     child.start()
@@ -244,7 +242,7 @@ def _die_at(root: Path, moment: str, after: bool) -> None:
     _write(cache, 4)
 
 
-def test_what_a_dead_writer_left_goes_after_a_while(tmp_path: Path) -> None:
+def test_what_a_dead_writer_left_goes_after_a_while(tmp_path):
     root = _filled(tmp_path / "cache", 1).root
     parts = [_file(root, 0).parent / f"{name * 16}.part" for name in ("ab", "cd")]
     for part in parts:
@@ -256,7 +254,7 @@ def test_what_a_dead_writer_left_goes_after_a_while(tmp_path: Path) -> None:
     assert cache.chunks_by_digest() == {_key(0).digest: 1}
 
 
-def test_the_cartridge_that_was_used_least_recently_goes_first_and_its_last_chunk_first_of_all(tmp_path: Path) -> None:
+def test_the_cartridge_that_was_used_least_recently_goes_first_and_its_last_chunk_first_of_all(tmp_path):
     clock = Clock()
     root = DiskCache(tmp_path / "cache", 1 << 20, clock=clock).root
     cache = DiskCache(root, 6 * SIZE, clock=clock)
@@ -275,7 +273,7 @@ def test_the_cartridge_that_was_used_least_recently_goes_first_and_its_last_chun
 
 
 @pytest.mark.parametrize("moment", ["ftruncate", "pwrite"])
-def test_a_copy_that_cannot_be_replaced_stays(tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_cannot_be_replaced_stays(tmp_path, moment, monkeypatch):
     cache = _filled(tmp_path / "cache", 2)
 
     def full(*_: object) -> int:
@@ -291,7 +289,7 @@ def test_a_copy_that_cannot_be_replaced_stays(tmp_path: Path, moment: str, monke
     check(cache)
 
 
-def test_a_copy_that_gets_no_name_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_gets_no_name_is_none(tmp_path, monkeypatch):
     cache, really = _filled(tmp_path / "cache", 1), Path.rename
     monkeypatch.setattr(Path, "rename", lambda part, path: really(part, tmp_path / "away" / "nowhere"))
     _write(cache, 1)
@@ -301,7 +299,7 @@ def test_a_copy_that_gets_no_name_is_none(tmp_path: Path, monkeypatch: pytest.Mo
     check(cache)
 
 
-def test_a_stopped_process_costs_one_wait_and_not_one_a_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_process_costs_one_wait_and_not_one_a_chunk(tmp_path, monkeypatch):
     monkeypatch.setattr(disk_cache, "_LOCK_TIMEOUT_S", 0.05)
     cache, asked, really = _filled(tmp_path / "cache", 2), [], fcntl.flock
     monkeypatch.setattr(fcntl, "flock", lambda *args: asked.append(args) or really(*args))
@@ -313,9 +311,7 @@ def test_a_stopped_process_costs_one_wait_and_not_one_a_chunk(tmp_path: Path, mo
     assert asked == []
 
 
-def test_while_another_process_holds_the_lock_copies_are_read_and_none_are_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_while_another_process_holds_the_lock_copies_are_read_and_none_are_written(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(disk_cache, "_LOCK_TIMEOUT_S", 0.05)
     monkeypatch.setattr(disk_cache, "_PAUSE_S", 0.0)
     cache = _filled(tmp_path / "cache", 2)
@@ -335,7 +331,7 @@ def test_while_another_process_holds_the_lock_copies_are_read_and_none_are_writt
 # Files, directories and links that are not ours.
 
 
-def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
+def test_files_of_others_are_left_alone(tmp_path):
     root = tmp_path / "cache"
     strangers = [root / "notes" / name for name in ("x.bin", "1-2-3.bin")]
     strangers += [root / "1-2-3.bin", *(root / _key(0).digest / n for n in ("1-2.bin", "1-2-3-4.bin", "a-b-c.bin"))]
@@ -348,7 +344,7 @@ def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
     assert all(path.exists() for path in strangers)
 
 
-def test_a_file_in_place_of_a_cartridge_is_left_alone_and_nothing_is_counted(tmp_path: Path) -> None:
+def test_a_file_in_place_of_a_cartridge_is_left_alone_and_nothing_is_counted(tmp_path):
     cache = _filled(tmp_path / "cache", 1)
     file = cache.root / _key(1).digest
     file.write_text("mine")
@@ -362,7 +358,7 @@ def test_a_file_in_place_of_a_cartridge_is_left_alone_and_nothing_is_counted(tmp
     check(cache)
 
 
-def test_a_link_in_place_of_a_copy_is_not_followed(tmp_path: Path) -> None:
+def test_a_link_in_place_of_a_copy_is_not_followed(tmp_path):
     cache, outside = _filled(tmp_path / "cache", 2), tmp_path / "outside"
     outside.write_bytes(_data(1))
     _file(cache.root, 1).unlink()
@@ -375,7 +371,7 @@ def test_a_link_in_place_of_a_copy_is_not_followed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [_key(0).digest, "lock"])
-def test_nothing_is_read_written_or_removed_through_a_link(tmp_path: Path, name: str) -> None:
+def test_nothing_is_read_written_or_removed_through_a_link(tmp_path, name):
     cache, outside = _filled(tmp_path / "cache", 2, 2 * SIZE), tmp_path / "outside"
     (cache.root / name).rename(outside)
     (cache.root / name).symlink_to(outside)
@@ -394,7 +390,7 @@ def test_nothing_is_read_written_or_removed_through_a_link(tmp_path: Path, name:
     assert content() == before
 
 
-def test_a_pipe_in_place_of_a_copy_is_a_miss_and_holds_up_nobody(tmp_path: Path) -> None:
+def test_a_pipe_in_place_of_a_copy_is_a_miss_and_holds_up_nobody(tmp_path):
     cache = _filled(tmp_path / "cache", 2)
     _file(cache.root, 1).unlink()
     os.mkfifo(_file(cache.root, 1))
@@ -402,7 +398,7 @@ def test_a_pipe_in_place_of_a_copy_is_a_miss_and_holds_up_nobody(tmp_path: Path)
 
 
 @pytest.mark.parametrize("digest", ["../outside", "..", "", "partial", "AB" * 32, "ab" * 31, "ab" * 32 + "\n", "/tmp"])
-def test_a_digest_that_is_none_leads_nowhere(tmp_path: Path, digest: str) -> None:
+def test_a_digest_that_is_none_leads_nowhere(tmp_path, digest):
     cache, outside = _filled(tmp_path / "cache", 1), tmp_path / "outside"
     places = [outside, tmp_path, cache.root, cache.root / "partial"]
     outside.mkdir()
@@ -424,7 +420,7 @@ def test_a_digest_that_is_none_leads_nowhere(tmp_path: Path, digest: str) -> Non
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def small_disk(tmp_path):
     """A disk of 1 MiB."""
     place = tmp_path / "small"
     place.mkdir()
@@ -442,7 +438,7 @@ def _fill_up(path: Path) -> None:
             pass
 
 
-def test_a_cache_opened_on_a_full_disk_works_once_there_is_room(small_disk: Path) -> None:
+def test_a_cache_opened_on_a_full_disk_works_once_there_is_room(small_disk):
     root = _filled(small_disk / "cache", 3).root
     (root / "lock").unlink()
     _fill_up(small_disk / "others")
@@ -456,7 +452,7 @@ def test_a_cache_opened_on_a_full_disk_works_once_there_is_room(small_disk: Path
     check(cache)
 
 
-def test_a_write_that_fails_half_way_leaves_nothing(tmp_path: Path) -> None:
+def test_a_write_that_fails_half_way_leaves_nothing(tmp_path):
     """A limit on the size of files stands in for a disk that cannot be filled where mounting is not allowed."""
     cache = _filled(tmp_path / "cache", 1, 1 << 20)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -472,9 +468,7 @@ def test_a_write_that_fails_half_way_leaves_nothing(tmp_path: Path) -> None:
     check(cache)
 
 
-def test_a_directory_that_cannot_be_made_is_a_cache_without_copies(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_directory_that_cannot_be_made_is_a_cache_without_copies(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     cache = DiskCache(tmp_path / "file" / "cache", 10 * SIZE)
     _write(cache, 1)

@@ -6,12 +6,10 @@ import logging
 import subprocess
 import sys
 import traceback
-from pathlib import Path
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from s3 import S3Server
 
 from lmcache_cartridge.artifact.bytesource import ByteRange
 from lmcache_cartridge.artifact.location import allowed, parse
@@ -41,7 +39,7 @@ BUCKETS = st.lists(
 
 
 @pytest.mark.parametrize("location", MALFORMED, ids=ascii)
-def test_a_location_with_anything_to_resolve_is_malformed(location: str) -> None:
+def test_a_location_with_anything_to_resolve_is_malformed(location):
     with pytest.raises(MalformedLocation) as caught:
         parse(location)
     assert isinstance(caught.value, ValueError)
@@ -55,7 +53,7 @@ def test_a_location_with_anything_to_resolve_is_malformed(location: str) -> None
         ("s3://bucket/é/...", "bucket", "é/..."), ("s3://bucket/s3:/x", "bucket", "s3:/x"),
     ],
 )  # fmt: skip
-def test_bucket_and_key_are_what_is_written(location: str, bucket: str, key: str) -> None:
+def test_bucket_and_key_are_what_is_written(location, bucket, key):
     assert parse(location) == (bucket, key)
 
 
@@ -67,16 +65,14 @@ def test_bucket_and_key_are_what_is_written(location: str, bucket: str, key: str
         ("s3://bucket/a", [""], False), ("s3://bucket/a", ["/"], False),
     ],
 )  # fmt: skip
-def test_a_location_is_allowed_under_its_bucket_or_prefix_only(
-    location: str, buckets: list[str], expected: bool
-) -> None:
+def test_a_location_is_allowed_under_its_bucket_or_prefix_only(location, buckets, expected):
     assert allowed(location, buckets) is expected
 
 
 @settings(max_examples=3000, deadline=None)
 @given(LOCATIONS, BUCKETS)
 @example("s3://bucket/pre/../other", ["bucket/pre"])
-def test_no_spelling_leaves_what_is_allowed(location: str, buckets: list[str]) -> None:
+def test_no_spelling_leaves_what_is_allowed(location, buckets):
     if not allowed(location, buckets):
         return
     bucket, key = parse(location)
@@ -91,7 +87,7 @@ def test_no_spelling_leaves_what_is_allowed(location: str, buckets: list[str]) -
 
 @settings(max_examples=3000, deadline=None)
 @given(LOCATIONS)
-def test_parsing_loses_nothing_or_refuses(location: str) -> None:
+def test_parsing_loses_nothing_or_refuses(location):
     try:
         bucket, key = parse(location)
     except MalformedLocation:
@@ -104,7 +100,7 @@ def test_parsing_loses_nothing_or_refuses(location: str) -> None:
 
 
 @pytest.mark.parametrize("value", ["bucket//a", "bucket/../a", "../a", "s3://bucket", "b", "bucket/%2e"])
-def test_a_bucket_setting_that_could_never_match_is_refused(value: str) -> None:
+def test_a_bucket_setting_that_could_never_match_is_refused(value):
     with pytest.raises(SettingsError, match="buckets"):
         from_mapping({"buckets": ["bucket/prefix", value]})
 
@@ -113,7 +109,7 @@ def test_a_bucket_setting_that_could_never_match_is_refused(value: str) -> None:
     "url",
     "minio:9000 ftp://minio http:// http://key:hush@minio http://minio/path http://minio?a=hush http://m:x".split(),
 )
-def test_an_endpoint_that_is_none_is_refused_and_its_secrets_not_repeated(url: str) -> None:
+def test_an_endpoint_that_is_none_is_refused_and_its_secrets_not_repeated(url):
     with pytest.raises(SettingsError, match="s3_endpoint_url.*credentials do not belong") as caught:
         from_mapping({"s3_endpoint_url": url})
     assert "hush" not in "".join(traceback.format_exception(caught.value))
@@ -123,7 +119,7 @@ def test_an_endpoint_that_is_none_is_refused_and_its_secrets_not_repeated(url: s
     ("key", "value"),
     [("s3_connections", 0), ("s3_part_bytes", "1KiB"), ("s3_timeout_s", 0), ("s3_timeout_s", float("nan"))],
 )
-def test_an_s3_setting_out_of_range_is_refused(key: str, value: object) -> None:
+def test_an_s3_setting_out_of_range_is_refused(key, value):
     with pytest.raises(SettingsError, match=key):
         from_mapping({key: value})
 
@@ -139,9 +135,9 @@ SECRETS = {
 
 @pytest.mark.parametrize("environment", SECRETS.values(), ids=SECRETS)
 def test_an_error_tells_no_secret(
-    s3_credentials: S3Server, bucket: str, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+    s3_credentials, bucket, environment, monkeypatch,
+    caplog,
+):  # fmt: skip
     caplog.set_level(logging.INFO)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -160,9 +156,7 @@ def test_an_error_tells_no_secret(
     assert "Signature=" not in "".join(told) + caplog.text
 
 
-def test_no_credentials_at_all_are_told_as_that(
-    s3_credentials: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_credentials_at_all_are_told_as_that(s3_credentials, bucket, monkeypatch):
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     source = S3Source(endpoint_url=s3_credentials.endpoint)
@@ -171,9 +165,7 @@ def test_no_credentials_at_all_are_told_as_that(
     source.close()
 
 
-def test_a_broken_file_of_credentials_is_not_quoted(
-    s3_credentials: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_broken_file_of_credentials_is_not_quoted(s3_credentials, tmp_path, monkeypatch):
     (tmp_path / "config").write_text("aws_secret_access_key = hush\n[default")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "config"))
@@ -187,15 +179,13 @@ def test_a_broken_file_of_credentials_is_not_quoted(
     [(None, "auto"), ("https://s3.eu-west-1.amazonaws.com", "auto"), ("http://minio:9000", "path"),
      ("https://amazonaws.com.evil.example", "path")],
 )  # fmt: skip
-def test_servers_other_than_amazons_are_addressed_by_path(
-    s3_credentials: S3Server, endpoint: str | None, style: str
-) -> None:
+def test_servers_other_than_amazons_are_addressed_by_path(s3_credentials, endpoint, style):
     client = make_client(endpoint, "eu-west-1")
     assert (client.meta.config.s3 or {}).get("addressing_style", "auto") == style
     client.close()
 
 
-def test_a_closed_source_says_so(s3_credentials: S3Server, bucket: str) -> None:
+def test_a_closed_source_says_so(s3_credentials, bucket):
     source = S3Source(endpoint_url=s3_credentials.endpoint, connections=1)
     source.close()
     source.close()
@@ -203,7 +193,7 @@ def test_a_closed_source_says_so(s3_credentials: S3Server, bucket: str) -> None:
         source.size(f"s3://{bucket}/a", "f")
 
 
-def test_a_missing_boto3_says_how_to_get_it() -> None:
+def test_a_missing_boto3_says_how_to_get_it():
     code = (
         "import sys; sys.modules['boto3'] = None\n"
         "from lmcache_cartridge.sources.sources import Sources\n"
@@ -213,7 +203,7 @@ def test_a_missing_boto3_says_how_to_get_it() -> None:
     assert "pip install lmcache-cartridge[s3]" in done.stderr.splitlines()[-1]
 
 
-def test_a_process_with_a_stuck_read_can_end(s3_credentials: S3Server) -> None:
+def test_a_process_with_a_stuck_read_can_end(s3_credentials):
     code = (
         "import socket, threading\nfrom lmcache_cartridge.sources.s3 import S3Source\nserver = socket.create_server(('127.0.0.1', 0))\n"
         "source = S3Source(endpoint_url=f'http://127.0.0.1:{server.getsockname()[1]}', timeout_s=300)\n"

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 from processor import MAY_TURN
-from s3 import MotoServer
 from wards import MODEL, Answer, Asker, save
 
 from lmcache_cartridge.cli.main import main
@@ -52,7 +50,7 @@ class _Served(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def served(moto_server: MotoServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Served]:
+def served(moto_server, tmp_path_factory):
     author, home = (str(tmp_path_factory.mktemp(name)) for name in ("author", "home"))
     model = CausalModel(MODEL)
     with pytest.MonkeyPatch.context() as environment:
@@ -87,9 +85,9 @@ def _run(*arguments: str) -> None:
 
 
 @pytest.mark.parametrize("name", SHEETS)
-def test_every_question_is_answered_as_by_the_document(served: _Served, name: str) -> None:
+def test_every_question_is_answered_as_by_the_document(served, name):
     assert len(found := served.wrong(name)) <= MAY_TURN, found
 
 
-def test_a_plain_prompt_with_the_document_is_answered_right(served: _Served) -> None:
+def test_a_plain_prompt_with_the_document_is_answered_right(served):
     assert served.exact("plain") == len(load_sheet(SHEETS["plain"]).questions)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 from faulty_proxy import (
-    Fault,
-    FaultyProxy,
     Link,
     another_range,
     cut,
@@ -23,7 +21,7 @@ from faulty_proxy import (
     trickle_headers,
     truncated,
 )
-from s3 import S3Server, both
+from s3 import both
 from waiting import run_threads, until
 
 from lmcache_cartridge.artifact.bytesource import ByteRange
@@ -44,20 +42,20 @@ SOON_S = 20
 
 
 @pytest.fixture
-def location(s3_credentials: S3Server, bucket: str) -> str:
+def location(s3_credentials, bucket):
     s3_credentials.client.put_object(Bucket=bucket, Key="artefact/payload", Body=CONTENT)
     return f"s3://{bucket}/artefact"
 
 
 @pytest.fixture
-def source(proxy: FaultyProxy) -> Iterator[S3Source]:
+def source(proxy):
     source = S3Source(endpoint_url=proxy.endpoint, part_bytes=PART, connections=4, backoff_s=0.01)
     yield source
     source.close()
 
 
 @pytest.fixture
-def hasty(proxy: FaultyProxy) -> Iterator[S3Source]:
+def hasty(proxy):
     """A source whose reads may take a second."""
     source = S3Source(endpoint_url=proxy.endpoint, part_bytes=PART, connections=4, backoff_s=0.01, timeout_s=1)
     yield source
@@ -77,7 +75,7 @@ PASSING = {
 
 
 @pytest.mark.parametrize("fault", PASSING.values(), ids=PASSING)
-def test_a_fault_that_passes_is_not_noticed(proxy: FaultyProxy, source: S3Source, location: str, fault: Fault) -> None:
+def test_a_fault_that_passes_is_not_noticed(proxy, source, location, fault):
     proxy.faults = [fault] * 6
     assert _read(source, location) == CONTENT
     proxy.faults = [fault] * 6
@@ -87,15 +85,13 @@ def test_a_fault_that_passes_is_not_noticed(proxy: FaultyProxy, source: S3Source
 
 @both
 @pytest.mark.parametrize("fault", [cut(1000), truncated(1000)], ids=["cut", "truncated"])
-def test_a_part_that_broke_goes_on_from_where_it_broke(
-    proxy: FaultyProxy, source: S3Source, location: str, fault: Fault
-) -> None:
+def test_a_part_that_broke_goes_on_from_where_it_broke(proxy, source, location, fault):
     proxy.faults = [fault] * 3
     assert _read(source, location, 100, 100 + PART) == CONTENT[100 : 100 + PART]
     assert proxy.requests == [f"bytes={100 + done}-{99 + PART}" for done in (0, 1000, 2000, 3000)]
 
 
-def test_progress_makes_a_failure_the_first_again(proxy: FaultyProxy, source: S3Source, location: str) -> None:
+def test_progress_makes_a_failure_the_first_again(proxy, source, location):
     proxy.faults = [cut(1000)] * 30
     assert _read(source, location, 0, PART) == CONTENT[:PART]
 
@@ -105,9 +101,7 @@ del LASTING["cut late"]
 
 
 @pytest.mark.parametrize("fault", LASTING.values(), ids=LASTING)
-def test_a_fault_that_lasts_is_an_error_after_some_tries(
-    proxy: FaultyProxy, source: S3Source, location: str, fault: Fault
-) -> None:
+def test_a_fault_that_lasts_is_an_error_after_some_tries(proxy, source, location, fault):
     proxy.always = fault
     for read in (lambda: _read(source, location, 0, PART), lambda: source.read(location, "payload", SIZE)):
         proxy.requests.clear()
@@ -125,9 +119,7 @@ def test_a_fault_that_lasts_is_an_error_after_some_tries(
         (status(400, "BadRequest"), SourceError),
     ],
 )
-def test_an_answer_that_stays_the_same_is_not_asked_for_again(
-    proxy: FaultyProxy, source: S3Source, location: str, fault: Fault, kind: type[SourceError]
-) -> None:
+def test_an_answer_that_stays_the_same_is_not_asked_for_again(proxy, source, location, fault, kind):
     proxy.always = fault
     with pytest.raises(kind):
         _read(source, location, 0, PART)
@@ -143,9 +135,7 @@ SLOW = {
     ("call", "fault"),
     [("read_into", fault) for fault in SLOW] + [("read", "body trickles"), ("read", "500s"), ("size", "silence")],
 )
-def test_a_read_ends_by_its_deadline_however_slow_the_server(
-    proxy: FaultyProxy, location: str, call: str, fault: str
-) -> None:
+def test_a_read_ends_by_its_deadline_however_slow_the_server(proxy, location, call, fault):
     source = S3Source(endpoint_url=proxy.endpoint, part_bytes=PART, connections=4, attempts=10**6, timeout_s=1)
     proxy.always = SLOW[fault]
     calls: dict[str, Callable[[], object]] = {
@@ -162,7 +152,7 @@ def test_a_read_ends_by_its_deadline_however_slow_the_server(
     source.close()
 
 
-def test_reads_that_share_a_slow_link_take_as_long_as_it_needs(proxy: FaultyProxy, location: str) -> None:
+def test_reads_that_share_a_slow_link_take_as_long_as_it_needs(proxy, location):
     source = S3Source(endpoint_url=proxy.endpoint, part_bytes=PART, connections=4, attempts=1, timeout_s=5)
     # All four take eight seconds, and one may wait two of them for a part of another.
     proxy.always = Link(1 << 19)
@@ -172,7 +162,7 @@ def test_reads_that_share_a_slow_link_take_as_long_as_it_needs(proxy: FaultyProx
     source.close()
 
 
-def test_reads_that_wait_for_those_that_hang_end_with_them(proxy: FaultyProxy, location: str) -> None:
+def test_reads_that_wait_for_those_that_hang_end_with_them(proxy, location):
     source = S3Source(endpoint_url=proxy.endpoint, part_bytes=PART, connections=1, attempts=1, timeout_s=1)
     proxy.always = silence
 
@@ -186,9 +176,7 @@ def test_reads_that_wait_for_those_that_hang_end_with_them(proxy: FaultyProxy, l
     source.close()
 
 
-def test_nothing_is_written_to_a_buffer_after_its_read_ended(
-    proxy: FaultyProxy, hasty: S3Source, location: str
-) -> None:
+def test_nothing_is_written_to_a_buffer_after_its_read_ended(proxy, hasty, location):
     proxy.always = trickle(0.02, 100)
     out = bytearray(SIZE)
     with pytest.raises(SourceTimeout):
@@ -199,7 +187,7 @@ def test_nothing_is_written_to_a_buffer_after_its_read_ended(
     assert not any(out)
 
 
-def test_a_source_recovers_once_the_server_does(proxy: FaultyProxy, hasty: S3Source, location: str) -> None:
+def test_a_source_recovers_once_the_server_does(proxy, hasty, location):
     for fault in (trickle(0.05), silence, trickle_headers(0.05)):
         proxy.always = fault
         with pytest.raises(SourceTimeout):
@@ -215,9 +203,7 @@ def test_a_source_recovers_once_the_server_does(proxy: FaultyProxy, hasty: S3Sou
             pytest.fail("it did not recover")
 
 
-def test_a_server_that_ignores_ranges_or_sends_others_is_found_out(
-    proxy: FaultyProxy, source: S3Source, location: str
-) -> None:
+def test_a_server_that_ignores_ranges_or_sends_others_is_found_out(proxy, source, location):
     proxy.always = range_ignored(CONTENT)
     for start, end in ((0, 10), (5, 10), (0, PART), (SIZE - 5, SIZE)):
         with pytest.raises(SourceError, match="does not support ranges"):
@@ -228,7 +214,7 @@ def test_a_server_that_ignores_ranges_or_sends_others_is_found_out(
     until(lambda: proxy.open_now == 0)
 
 
-def test_a_server_that_ignores_ranges_may_answer_for_the_whole(proxy: FaultyProxy, location: str) -> None:
+def test_a_server_that_ignores_ranges_may_answer_for_the_whole(proxy, location):
     source = S3Source(endpoint_url=proxy.endpoint, part_bytes=2 * SIZE)
     proxy.always = range_ignored(CONTENT)
     assert _read(source, location) == CONTENT
@@ -238,16 +224,14 @@ def test_a_server_that_ignores_ranges_may_answer_for_the_whole(proxy: FaultyProx
 
 
 @pytest.mark.parametrize("fault", [trickle(0.05), endless], ids=["trickle", "endless"])
-def test_no_more_than_its_limit_is_read_of_a_small_file(proxy: FaultyProxy, location: str, fault: Fault) -> None:
+def test_no_more_than_its_limit_is_read_of_a_small_file(proxy, location, fault):
     source, proxy.always = S3Source(endpoint_url=proxy.endpoint), fault
     with pytest.raises(SourceError, match="more than the 10 bytes"):
         source.read(location, "payload", 10)
     source.close()
 
 
-def test_a_server_that_is_killed_and_comes_back_while_it_is_read_is_not_noticed(
-    proxy: FaultyProxy, s3_server: S3Server, location: str
-) -> None:
+def test_a_server_that_is_killed_and_comes_back_while_it_is_read_is_not_noticed(proxy, s3_server, location):
     source = S3Source(endpoint_url=proxy.endpoint, part_bytes=1 << 16, connections=2)
     proxy.always = trickle(0.01, 8192)
     got: list[object] = []
@@ -274,9 +258,7 @@ def test_a_server_that_is_killed_and_comes_back_while_it_is_read_is_not_noticed(
     source.close()
 
 
-def test_connections_and_threads_are_bounded_whatever_happens(
-    proxy: FaultyProxy, source: S3Source, location: str
-) -> None:
+def test_connections_and_threads_are_bounded_whatever_happens(proxy, source, location):
     run_threads(8, lambda _: _read(source, location), timeout_s=60)  # its threads begin with the first reads
     before = threading.active_count()
     for fault in (None, reset, truncated(10), status(500)):

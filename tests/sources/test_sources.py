@@ -81,14 +81,12 @@ class S3Place(Place):
 
 
 @pytest.fixture(params=["local", "swift", "moto"])
-def s3_kind(request: pytest.FixtureRequest) -> str:
+def s3_kind(request):
     return request.param
 
 
 @pytest.fixture
-def place(
-    s3_kind: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Place]:
+def place(s3_kind, request, tmp_path, monkeypatch):
     if s3_kind == "local":
         place: Place = LocalPlace(tmp_path)
     else:
@@ -114,21 +112,19 @@ def _read(place: Place, start: int, end: int, file: str = "payload") -> bytes:
         (SIZE - PART, SIZE), (5, 5), (SIZE, SIZE),
     ],
 )  # fmt: skip
-def test_a_range_fills_the_buffer_and_nothing_beyond_it(place: Place, start: int, end: int) -> None:
+def test_a_range_fills_the_buffer_and_nothing_beyond_it(place, start, end):
     assert _read(place, start, end) == CONTENT[start:end]
 
 
 @pytest.mark.parametrize("step", [1000, PART, SIZE - 1, SIZE, 2 * SIZE])
-def test_a_reader_is_shown_all_bytes_in_order_as_they_come(
-    place: Place, monkeypatch: pytest.MonkeyPatch, step: int
-) -> None:
+def test_a_reader_is_shown_all_bytes_in_order_as_they_come(place, monkeypatch, step):
     monkeypatch.setattr(local, "_STEP_BYTES", step)
     shown, out = bytearray(), bytearray(SIZE)
     place.source.read_into(place.location, "payload", ByteRange(0, SIZE), memoryview(out), shown.extend)
     assert shown == out == CONTENT
 
 
-def test_what_a_reader_raises_ends_the_read_and_leaves_nothing_open(place: Place) -> None:
+def test_what_a_reader_raises_ends_the_read_and_leaves_nothing_open(place):
     def refuse(part: memoryview) -> None:
         raise KeyError(bytes(part[:1]))
 
@@ -142,12 +138,12 @@ def test_what_a_reader_raises_ends_the_read_and_leaves_nothing_open(place: Place
 @pytest.mark.parametrize(
     ("start", "length"), [(SIZE - 9, 10), (SIZE, 10), (SIZE + 100, 10), (0, SIZE + 1), (5, 2 * SIZE)]
 )
-def test_a_range_beyond_the_end_is_truncated(place: Place, start: int, length: int) -> None:
+def test_a_range_beyond_the_end_is_truncated(place, start, length):
     with pytest.raises(TruncatedPayload, match=r"payload.* ends "):
         _read(place, start, start + length)
 
 
-def test_an_empty_file_has_no_bytes_and_no_others(place: Place) -> None:
+def test_an_empty_file_has_no_bytes_and_no_others(place):
     place.put("empty", b"")
     assert place.source.size(place.location, "empty") == 0
     assert place.source.read(place.location, "empty", 10).data == b""
@@ -158,7 +154,7 @@ def test_an_empty_file_has_no_bytes_and_no_others(place: Place) -> None:
 
 @pytest.mark.parametrize("location", ["{}", "{}/nowhere"])
 @pytest.mark.parametrize("call", ["read_into", "read", "size"])
-def test_a_missing_file_is_not_found_and_named(place: Place, call: str, location: str) -> None:
+def test_a_missing_file_is_not_found_and_named(place, call, location):
     location = location.format(place.location)
     arguments = {"read_into": (ByteRange(0, 1), memoryview(bytearray(1))), "read": (100,), "size": ()}[call]
     with pytest.raises(SourceNotFound, match=f"{location}/missing") as caught:
@@ -168,14 +164,14 @@ def test_a_missing_file_is_not_found_and_named(place: Place, call: str, location
 
 @pytest.mark.parametrize("s3_kind", ["local", "swift"], indirect=True)  # moto lets everybody in
 @pytest.mark.parametrize("call", ["read_into", "read"])
-def test_a_file_that_may_not_be_read_is_denied_and_named(place: Place, call: str) -> None:
+def test_a_file_that_may_not_be_read_is_denied_and_named(place, call):
     arguments = {"read_into": (ByteRange(0, 1), memoryview(bytearray(1))), "read": (100,)}[call]
     with place.denied() as source, pytest.raises(SourceDenied, match=f"{place.location}/payload") as caught:
         getattr(source, call)(place.location, "payload", *arguments)
     assert isinstance(caught.value, PermissionError)
 
 
-def test_a_small_file_is_read_whole_up_to_its_limit(place: Place) -> None:
+def test_a_small_file_is_read_whole_up_to_its_limit(place):
     assert place.source.read(place.location, "payload", SIZE).data == CONTENT
     assert place.source.read(place.location, "payload", 1 << 40).data == CONTENT
     for limit in (0, 1, SIZE - 1):
@@ -183,7 +179,7 @@ def test_a_small_file_is_read_whole_up_to_its_limit(place: Place) -> None:
             place.source.read(place.location, "payload", limit)
 
 
-def test_a_known_revision_is_not_read_again_until_the_file_changes(place: Place) -> None:
+def test_a_known_revision_is_not_read_again_until_the_file_changes(place):
     place.put("small", b"one")
     first = place.source.read(place.location, "small", 100)
     assert first.data == b"one"
@@ -198,7 +194,7 @@ def test_a_known_revision_is_not_read_again_until_the_file_changes(place: Place)
 
 
 @pytest.mark.parametrize("name", ["directory", "payload/below"])
-def test_a_local_file_that_is_none_is_a_source_error_with_its_cause(tmp_path: Path, name: str) -> None:
+def test_a_local_file_that_is_none_is_a_source_error_with_its_cause(tmp_path, name):
     (tmp_path / "payload").write_bytes(CONTENT)
     (tmp_path / "directory").mkdir()
     for call, *arguments in (("read_into", ByteRange(0, 1), memoryview(bytearray(1))), ("read", 9)):
@@ -208,9 +204,7 @@ def test_a_local_file_that_is_none_is_a_source_error_with_its_cause(tmp_path: Pa
 
 
 @pytest.mark.parametrize("s3_kind", ["swift", "moto"], indirect=True)
-def test_a_location_is_read_from_where_its_form_says(
-    s3_credentials: S3Server, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_location_is_read_from_where_its_form_says(s3_credentials, bucket, tmp_path, monkeypatch):
     far, near = S3Place(s3_credentials, bucket, monkeypatch), LocalPlace(tmp_path)
     far.put("payload", b"far")
     near.put("payload", b"near")
@@ -228,12 +222,12 @@ def test_a_location_is_read_from_where_its_form_says(
 
 
 @pytest.mark.parametrize("location", ["", "relative/path", "s3:/bucket/key", "S3://bucket/key", "file:///tmp", "/a\0b"])
-def test_a_location_of_another_form_is_refused(location: str, tmp_path: Path) -> None:
+def test_a_location_of_another_form_is_refused(location, tmp_path):
     with pytest.raises(MalformedLocation, match="neither an absolute path nor s3://"):
         Sources().size(location, "payload")
 
 
-def test_local_artefacts_start_no_threads_for_s3(tmp_path: Path) -> None:
+def test_local_artefacts_start_no_threads_for_s3(tmp_path):
     (tmp_path / "payload").write_bytes(CONTENT)
     before = threading.active_count()
     sources = Sources()
@@ -241,7 +235,7 @@ def test_local_artefacts_start_no_threads_for_s3(tmp_path: Path) -> None:
     assert threading.active_count() == before
 
 
-def test_a_lock_ends_with_its_block_though_a_child_still_has_its_file(tmp_path: Path) -> None:
+def test_a_lock_ends_with_its_block_though_a_child_still_has_its_file(tmp_path):
     with locked(tmp_path / "lock") as held:
         child = subprocess.Popen(["sleep", "60"], pass_fds=[held])
     try:

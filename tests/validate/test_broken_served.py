@@ -6,7 +6,6 @@ import io
 import json
 import random
 import re
-from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,7 +44,7 @@ class Served(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(tmp_path_factory):
     """A server whose own canaries are off, with documents `a`, `b` and `c`; `foreign` has the KV of another model."""
     home = tmp_path_factory.mktemp("home")
     path = make_model(home / "model", FAMILIES["llama"]())
@@ -67,7 +66,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 @pytest.fixture
-def broken(served: Served, request: pytest.FixtureRequest) -> Iterator[None]:
+def broken(served, request):
     """Break the server for one test. What it has in memory is loaded again, before and after."""
 
     def switch(faults: dict[str, str]) -> None:
@@ -80,7 +79,7 @@ def broken(served: Served, request: pytest.FixtureRequest) -> Iterator[None]:
     switch({})
 
 
-def test_the_sound_server_passes(served: Served) -> None:
+def test_the_sound_server_passes(served):
     rows, _ = served.validate("a,b,c")
     assert [(row["tier"], row["result"]) for row in rows] == [("noise", "pass"), ("0", "pass"), ("3cross", "pass")], (
         rows
@@ -97,7 +96,7 @@ def test_the_sound_server_passes(served: Served) -> None:
     ],
     indirect=True,
 )
-def test_a_server_that_has_other_kv_than_it_was_given_fails(served: Served, broken: None) -> None:
+def test_a_server_that_has_other_kv_than_it_was_given_fails(served, broken):
     _, ten, cross = served.validate("a,b,c")[0]
     for row in (ten, cross):
         assert row["result"] == "FAIL"
@@ -106,14 +105,14 @@ def test_a_server_that_has_other_kv_than_it_was_given_fails(served: Served, brok
         assert float(found[1]) > 3 * float(found[2]), row["found"]
 
 
-def test_a_cartridge_of_another_model_fails(served: Served) -> None:
+def test_a_cartridge_of_another_model_fails(served):
     _, ten, _ = served.validate("foreign,a,b")[0]
     assert ten["result"] == "FAIL"
     assert "the answer with foreign@1 is not that of its dense prompt: logprobs differ by" in ten["found"]
 
 
 @pytest.mark.parametrize("broken", [{"salts": "ignored"}], indirect=True)
-def test_a_prefix_cache_that_all_tenants_share_fails(served: Served, broken: None) -> None:
+def test_a_prefix_cache_that_all_tenants_share_fails(served, broken):
     rows, said = served.validate("a,b,c")
     assert rows == []
     assert re.search(r"took \d+ tokens of a dense prompt from a cache, so nothing can be compared", said), said

@@ -10,7 +10,6 @@ import hashlib
 import itertools
 import json
 import xml.etree.ElementTree
-from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -159,13 +158,13 @@ CHECKS = {
 
 
 @pytest.fixture
-def stub() -> Iterator[Stub]:
+def stub():
     with Stub() as server:
         yield server
 
 
 @pytest.fixture(scope="module")
-def measured() -> Iterator[tuple[Stub, Context]]:
+def measured():
     """A stub for many tests, right while it was measured."""
     with Stub() as server, Server(server.url) as client:
         found = Context(client, existing(client, []))
@@ -174,12 +173,12 @@ def measured() -> Iterator[tuple[Stub, Context]]:
 
 
 @pytest.fixture
-def context(measured: tuple[Stub, Context]) -> Context:
+def context(measured):
     return measured[1]
 
 
 @pytest.fixture
-def fault(measured: tuple[Stub, Context], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+def fault(measured, monkeypatch):
     """Have the stub do something wrong until the test ends; what it has then comes back."""
     server = measured[0]
     server.count = itertools.count(1)
@@ -201,12 +200,12 @@ def made(context: Context, wanted: str, **given: Any) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("tier", ["noise", "0", "0.5", "1", "1b", "2", "3", "3cross", "4", "5", "8"])
-def test_a_right_server_passes(context: Context, tier: str) -> None:
+def test_a_right_server_passes(context, tier):
     result, found = made(context, tier)
     assert result == PASS and found
 
 
-def test_what_cannot_be_tried_is_said_and_is_no_pass(context: Context) -> None:
+def test_what_cannot_be_tried_is_said_and_is_no_pass(context):
     modes = {"the other mode": {"other": "multiprocess"}, "saving on": {"mode": "in-process"}}
     for tier, what in CHECKS:
         if tier in ("3b", "6", "7", "7b", "9", "10", "11", "12"):
@@ -232,18 +231,14 @@ def test_what_cannot_be_tried_is_said_and_is_no_pass(context: Context) -> None:
         ("unwell", "4", "not healthy after fifty requests in a row"),
     ],
 )
-def test_a_wrong_server_fails_with_a_line_that_says_how(
-    context: Context, fault: Callable[[str], None], wrong: str, tiers: str, told: str
-) -> None:
+def test_a_wrong_server_fails_with_a_line_that_says_how(context, fault, wrong, tiers, told):
     fault(wrong)
     for tier in tiers.split():
         result, found = made(context, tier)
         assert (result, told in found) == (FAIL, True), (tier, found)
 
 
-def test_a_model_whose_answers_do_not_depend_on_the_document_is_not_checked(
-    stub: Stub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_whose_answers_do_not_depend_on_the_document_is_not_checked(stub, monkeypatch):
     complete = stub._complete
     monkeypatch.setattr(stub, "_complete", lambda path, body, ids, names: complete(path, body, [1], names))
     with Server(stub.url) as client:
@@ -316,9 +311,9 @@ class Life:
     ],
 )
 def test_changes_are_followed_and_a_broken_cartridge_hurts_only_itself(
-    measured: tuple[Stub, Context], fault: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-    wrong: str, broken: str, what: str, told: str,
-) -> None:  # fmt: skip
+    measured, fault, monkeypatch, tmp_path,
+    wrong, broken, what, told,
+):  # fmt: skip
     server, context = measured
     fault(wrong)
     life = Life(server, tmp_path, broken)
@@ -330,9 +325,7 @@ def test_changes_are_followed_and_a_broken_cartridge_hurts_only_itself(
     assert not life.labels, "with one its cartridge could not be removed"
 
 
-def test_a_trained_cartridge_is_asked_with_a_single_token_that_is_not_in_it(
-    context: Context, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trained_cartridge_is_asked_with_a_single_token_that_is_not_in_it(context, monkeypatch):
     """On a GPU vLLM replays that step as one CUDA graph, whose loads begin in another place."""
     asked, ask = [], context.client.ask
 
@@ -349,7 +342,7 @@ def test_a_trained_cartridge_is_asked_with_a_single_token_that_is_not_in_it(
     assert (1, [context.held[0].name]) in asked
 
 
-def test_what_was_not_checked_is_never_passed() -> None:
+def test_what_was_not_checked_is_never_passed():
     def rows(*results: tuple[str, str]) -> list[Row]:
         return [Row(tier, "", result, "", 0.0) for tier, result in results]
 
@@ -376,8 +369,8 @@ def told(capsys: pytest.CaptureFixture[str], *words: str, options: str = "") -> 
 
 
 def test_a_server_whose_equal_prompts_are_answered_otherwise_fails_though_all_else_is_lost_in_its_noise(
-    stub: Stub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    stub, monkeypatch, capsys
+):
     """A prefix cache that answers from another document would raise every bound so far that no question tells."""
     complete, seen = stub._complete, set()
 
@@ -394,9 +387,7 @@ def test_a_server_whose_equal_prompts_are_answered_otherwise_fails_though_all_el
         assert [row["tier"] for row in found["rows"] if row["result"] == FAIL] == ["noise"]
 
 
-def test_the_command_makes_the_checks_by_pytest_and_ends_with_what_they_found(
-    stub: Stub, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_makes_the_checks_by_pytest_and_ends_with_what_they_found(stub, tmp_path, capsys, monkeypatch):
     status, found = told(capsys, "--url", stub.url)
     assert (status, {row["result"] for row in found["rows"]}) == (0, {PASS})
     assert [row["tier"] for row in found["rows"]] == ["noise", "0", "0.5", "1", "1b", "2", "3", "3cross", "5"]
@@ -442,12 +433,12 @@ def test_the_command_makes_the_checks_by_pytest_and_ends_with_what_they_found(
         (["--url", "http://x", "--modes", "sideways"], "write one or two of in-process, multiprocess"),
     ],
 )
-def test_wrong_usage_is_told_and_is_no_verdict(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_usage_is_told_and_is_no_verdict(words, told, capsys):
     assert main(["validate", *words]) == 1
     assert told in capsys.readouterr().err
 
 
-def test_every_tier_has_a_check() -> None:
+def test_every_tier_has_a_check():
     assert {tier for tier, _ in CHECKS} == {"noise", *suite.TIERS}
     assert suite.read_tiers("all") == suite.TIERS and suite.read_tiers("3 cross, -1,1B") == ["-1", "1b", "3cross"]
     assert set(suite.default(model=True, own=True)) < set(suite.TIERS)
@@ -455,7 +446,7 @@ def test_every_tier_has_a_check() -> None:
         suite.read_tiers("9b")
 
 
-def test_what_cannot_be_taken_back_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_cannot_be_taken_back_is_named(tmp_path, caplog):
     registry = Registry(tmp_path / "registry.sqlite")
     maker = Maker(None, from_mapping({"home": tmp_path}), 32)
     for name in ("a", "b"):
@@ -468,7 +459,7 @@ def test_what_cannot_be_taken_back_is_named(tmp_path: Path, caplog: pytest.LogCa
     assert "b@1" not in caplog.text
 
 
-def test_a_small_model_is_served_by_few_threads_on_a_cpu_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_model_is_served_by_few_threads_on_a_cpu_alone(tmp_path, monkeypatch):
     own = OwnServer(str(MODEL_DIR), tmp_path)
     assert own.environment()["OMP_NUM_THREADS"] == "1" and eager() == ["--enforce-eager"]
     monkeypatch.setattr("lmcache_cartridge.make.trial.own.on_cpu", lambda: False)
@@ -480,7 +471,7 @@ def _reply(*rows: dict[int, float]) -> Answered:
     return Answered(200, "", tuple(max(row, key=lambda token: row[token]) for row in rows), rows)
 
 
-def test_answers_are_compared_up_to_the_first_token_that_differs() -> None:
+def test_answers_are_compared_up_to_the_first_token_that_differs():
     same = _reply({1: -0.5, 2: -1.5}, {3: -0.1, 4: -3.0})
     assert compare_logprobs(same, same) == (0.0, 0.0, 2, 0.0)
     nearly = compare_logprobs(same, _reply({1: -0.6, 2: -1.4}, {3: -0.1, 4: -3.0}))
@@ -490,14 +481,14 @@ def test_answers_are_compared_up_to_the_first_token_that_differs() -> None:
     assert not flipped.within(0.2) and not compare_logprobs(same, _reply({1: -0.5, 2: -1.5})).within(100.0)
 
 
-def test_the_bound_is_four_times_the_largest_noise_and_wider_where_rounding_is_not_known() -> None:
+def test_the_bound_is_four_times_the_largest_noise_and_wider_where_rounding_is_not_known():
     assert Noise().bound(0.0) == Noise().bound(0.0, "bfloat16") == 0.05
     assert Noise().bound(0.0, "float32") == 0.01
     assert Noise().bound(None) == 0.15
     assert Noise(neighbours=0.1).bound(0.02) == Noise().bound(0.1) == pytest.approx(0.4)
 
 
-def test_why_a_server_did_not_start_is_found_in_its_log(tmp_path: Path) -> None:
+def test_why_a_server_did_not_start_is_found_in_its_log(tmp_path):
     log = tmp_path / "log"
     assert reason("it\nended", log) == "ended"
     log.write_text("ok\nOSError: [Errno 98] Address already in use\nINFO: finished\n")
@@ -508,7 +499,7 @@ def test_why_a_server_did_not_start_is_found_in_its_log(tmp_path: Path) -> None:
     assert reason("it ended", log) == "UnsupportedEngine: no"
 
 
-def test_generated_texts_differ_by_seed_alone() -> None:
+def test_generated_texts_differ_by_seed_alone():
     first = texts.write("one", 400)
     assert first == texts.write("one", 400) != texts.write("two", 400)
     assert len(first.text.split()) >= 400
