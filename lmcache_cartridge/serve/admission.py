@@ -26,6 +26,7 @@ from ..sources.published import follower_of
 from .adapters import Adapters, check
 from .canary import Canaries
 from .claim import Claim
+from .drain import Drain
 from .http import current
 from .imported import Served
 from .making import Maker
@@ -69,7 +70,7 @@ class Admission:
 
     def __init__(self, settings: Settings, *, max_reads: int = MAX_READS) -> None:
         """At most `max_reads` manifests are read at once. Raises `SettingsError` for a secret that is none."""
-        self.settings = settings
+        self.settings, self.drain = settings, Drain(settings.drain_s)
         self.follower = follower_of(settings)
         """What follows the published library, where settings name one."""
         self.router, self.resolver = Router(settings), Resolver(settings)

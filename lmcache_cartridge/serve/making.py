@@ -97,8 +97,11 @@ class Maker:
             requests().count("contexts", "refused")
             raise
         if is_new:
+            holds = self._admission.drain.enter()  # a server that is to stop waits for it as for a request
             self._making[context.id] = task = asyncio.create_task(self._make(context, prefix, posted))
             task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+            if holds:
+                task.add_done_callback(lambda ended: self._admission.drain.leave())
         return context, is_new
 
     async def keep(self, prefix: Prefix, marks: Sequence[Mark], tenant: str) -> int:
@@ -280,7 +283,7 @@ class Maker:
         places = {str(place.resolve()): place for place in self._settings.contexts_dir.glob("*")}
         known = {key for (key,) in self._run("SELECT key FROM contexts")}
         strange = {path: place for path, place in places.items() if place.name not in known}
-        for row in self._registry.all():
+        for row in self._registry.all() if strange else ():
             if str(Path(row.location).parent) in strange:
                 self._registry.remove(row.name, labels=True)
         for place in strange.values():

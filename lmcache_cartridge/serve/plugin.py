@@ -24,7 +24,7 @@ from ..memory.loads import LOAD_SECONDS
 from ..settings import from_environment
 from .admin import add_routes
 from .admission import Admission
-from .drain import Drain, DrainGate
+from .drain import DrainGate
 from .http import Gate, ResponseHeaders
 from .metrics import StatusCollector, attach, follow, requests
 from .models import accept_models
@@ -55,9 +55,8 @@ class CartridgePlugin:
             return
         app.add_middleware(Gate, settings=self._admission.settings, router=self._admission.router)
         app.add_middleware(ResponseHeaders)
-        self._drain = Drain(self._admission.settings.drain_s)
-        app.add_middleware(DrainGate, drain=self._drain)
-        add_routes(app, self._admission, self._drain)
+        app.add_middleware(DrainGate, drain=self._admission.drain)
+        add_routes(app, self._admission, self._admission.drain)
         self.collector = StatusCollector(LOAD_SECONDS, library=lambda: self._admission.library)
         attach(app, self.collector)
         gc.freeze()
@@ -86,7 +85,7 @@ class CartridgePlugin:
         with requests().paused():
             await host_api.check_handlers(state)
         self.collector.model = admission.router.models[0]
-        host_api.before_shutdown(engine_client, self._drain.wait)
+        host_api.before_shutdown(engine_client, admission.drain.wait)
         if CONTROL in extra_of(args.kv_transfer_config):
             host_api.refuse_sleep(engine_client, f"{SLEEP}; serve in-process, or without sleep mode")
         self._following = asyncio.create_task(follow(self.collector, admission.numbers))

@@ -369,7 +369,7 @@ def test_a_server_that_is_killed_lists_nothing_half_made_and_keeps_what_was_answ
         thread.join()
         assert not reply and len(served.places()) == 2, "something was half made"
         served.fault.unlink()
-    with serving(tmp_path, wards, mode, contexts_count=2) as served:
+    with serving(tmp_path, wards, mode, ("--shutdown-timeout", "120"), contexts_count=2) as served:
         assert served.named() == {kept["id"]}
         served.right(kept["id"], wards["first"])
         until(lambda: served.get("half").status_code == 404)
@@ -378,6 +378,12 @@ def test_a_server_that_is_killed_lists_nothing_half_made_and_keeps_what_was_answ
         served.right("half", wards["second"])
         full = served.post(document=wards["third"].document.text)
         assert full.status_code == 507 and kept["id"] in full.text and made["id"] in full.text
+        served.asker.http.delete(f"{ROUTE}/half").raise_for_status()
+        served.fault.write_text(json.dumps({"capture_s": 3.0}))
+        assert served.post(document=wards["third"].document.text, id="late").status_code == 202
+        os.kill(served.pid, signal.SIGTERM)  # and it ends what it has begun
+        until(lambda: "drained: 0 requests run still" in served.log.read_text())
+    assert load_manifest(served.root("late")).positions == len(wards["third"].ids)
 
 
 @pytest.mark.parametrize("mode", ["in-process", "multiprocess"])
