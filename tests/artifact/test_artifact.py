@@ -1,64 +1,188 @@
-"""An artefact holds exactly the KV that was written, and shows every damage."""
+"""An artefact appears whole or not at all, is written once, holds exactly the KV that was written, and shows every damage."""
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
+import resource
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from making import VOCABULARY, flip_bit, make_artifact, make_ids
+from hypothesis import given
+from hypothesis import strategies as st
+from making import VOCABULARY, flip_bit, heads_bytes, make_artifact, make_fingerprint, make_ids, make_kv
 from safetensors import safe_open
 
-from lmcache_cartridge.artifact.check import is_finite
+from lmcache_cartridge.artifact import files
+from lmcache_cartridge.artifact.check import ChunkCheck, is_finite
+from lmcache_cartridge.artifact.manifest import Manifest, Provenance
 from lmcache_cartridge.artifact.reading import PAYLOAD, chunk_range, load_manifest, load_token_ids, verify
-from lmcache_cartridge.artifact.writing import INLINE_TOKENS, TOKENS
-from lmcache_cartridge.errors import ArtifactError, CorruptChunk, ManifestError, TruncatedPayload
+from lmcache_cartridge.artifact.writing import INLINE_TOKENS, TOKENS, ArtifactWriter
+from lmcache_cartridge.errors import (
+    ArtifactError,
+    CartridgeExists,
+    CorruptChunk,
+    ManifestError,
+    NonFiniteKV,
+    TruncatedPayload,
+)
 from lmcache_cartridge.memory.layout import DTYPES
 
 
 @pytest.fixture
-def made(tmp_path):
-    return make_artifact(tmp_path / "doc", positions=40, chunk_tokens=16)
+def root(tmp_path):
+    return tmp_path / "doc"
+
+
+@pytest.fixture
+def made(root):
+    return make_artifact(root, positions=40, chunk_tokens=16)
+
+
+# What is written.
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize(("positions", "chunk_tokens"), [(40, 16), (48, 16), (7, 256), (1, 1)])
-def test_the_payload_is_a_safetensors_file_of_exactly_the_kv_written(tmp_path, positions, chunk_tokens, dtype):
+def test_the_payload_is_a_safetensors_file_of_exactly_the_kv_written(root, positions, chunk_tokens, dtype):
     manifest, kv = make_artifact(
-        tmp_path / "doc", positions=positions, chunk_tokens=chunk_tokens, dtype=dtype, kv_heads=3, head_size=10
+        root, positions=positions, chunk_tokens=chunk_tokens, dtype=dtype, kv_heads=3, head_size=10
     )
-    with safe_open(tmp_path / "doc" / PAYLOAD, framework="pt") as payload:
+    with safe_open(root / PAYLOAD, framework="pt") as payload:
         names = sorted(payload.keys())
-        chunks = [payload.get_tensor(name) for name in names]
+        chunks = [payload.get_tensor(name).permute(1, 2, 3, 0, 4) for name in names]
     assert names == [f"chunk.{i:05d}" for i in range(manifest.chunks)]
     assert manifest.payload.data_offset_bytes % 4096 == 0, "where direct I/O can read it"
-    read_back = torch.cat([chunk.permute(1, 2, 3, 0, 4) for chunk in chunks], dim=2)
-    assert read_back.dtype == kv.dtype
-    assert torch.equal(read_back, kv)
+    torch.testing.assert_close(torch.cat(chunks, dim=2), kv, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("positions", [INLINE_TOKENS, INLINE_TOKENS + 1])
-def test_token_ids_are_read_back_from_the_manifest_or_a_file(tmp_path, positions):
-    manifest, _ = make_artifact(tmp_path / "doc", positions=positions, seed=3)
-    assert (tmp_path / "doc" / TOKENS).exists() == (positions > INLINE_TOKENS)
+def test_token_ids_are_read_back_from_the_manifest_or_a_file(root, positions):
+    manifest, _ = make_artifact(root, positions=positions, seed=3)
+    assert (root / TOKENS).exists() == (positions > INLINE_TOKENS)
     if positions > INLINE_TOKENS:
-        assert np.load(tmp_path / "doc" / TOKENS, allow_pickle=False).tolist() == make_ids(positions, 3)
-    ids = load_token_ids(manifest, tmp_path / "doc")
-    assert ids.dtype == np.uint32
-    assert ids.tolist() == make_ids(positions, 3)
+        assert np.load(root / TOKENS, allow_pickle=False).tolist() == make_ids(positions, 3)
+    assert load_token_ids(manifest, root).tolist() == make_ids(positions, 3)
 
 
-def test_swapped_token_ids_are_found(tmp_path):
-    manifest, _ = make_artifact(tmp_path / "doc", positions=100, seed=3)
-    np.save(tmp_path / "doc" / TOKENS, np.asarray(make_ids(100, 4), dtype="<u4"))
-    with pytest.raises(ArtifactError, match="cartridge doc@1: token ids do not have the digest"):
-        load_token_ids(manifest, tmp_path / "doc")
-    with pytest.raises(ArtifactError, match="token ids do not have the digest"):
-        list(verify(tmp_path / "doc"))
+SHAPE = make_fingerprint(layers=1, kv_heads=1, head_size=8)
+CHUNKS = [bytes(tokens * SHAPE.token_bytes) for tokens in (16, 16, 8)]
+
+
+def _writer(root: Path, cartridge_id: str = "doc") -> ArtifactWriter:
+    """Return what writes `CHUNKS`."""
+    return ArtifactWriter(
+        root, cartridge_id=cartridge_id, version=1, kind="prefill", fingerprint=SHAPE, token_ids=np.arange(40), chunk_tokens=16
+    )  # fmt: skip
+
+
+def _commit(writer: ArtifactWriter) -> Manifest:
+    return writer.commit(Provenance(tool="tests", created="2026-01-01T00:00:00Z"))
+
+
+def test_an_artefact_is_to_the_byte_what_releases_of_its_format_write_and_appears_when_it_is_committed(root):
+    """A digest that changes makes every cartridge there is another one: raise the format's major version then."""
+    with _writer(root) as writer:
+        for chunk in CHUNKS:
+            writer.write(chunk)
+            assert not root.exists()
+        made = _commit(writer)
+        assert load_manifest(root) == made
+    assert [*root.parent.iterdir()] == [root]
+    assert b"encoding" not in made.encode() and b"latent" not in made.encode()
+    assert made.digest == "74b9b33da383cc4b2a86e955587b1d4759df8e47aee4770c3f0b070b812bfeaa"
+
+
+def test_a_disk_that_fills_up_leaves_nothing_behind(root):
+    """A limit on the size of files stands in for a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))
+    try:
+        with pytest.raises(OSError, match="too large"), _writer(root) as writer:
+            for chunk in CHUNKS:
+                writer.write(chunk)
+            _commit(writer)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [*root.parent.iterdir()] == []
+
+
+def test_of_two_writers_at_the_same_place_the_second_is_refused_at_once_or_at_its_end(root):
+    with pytest.raises(CartridgeExists, match="appeared"), _writer(root) as slower:
+        for chunk in CHUNKS:
+            slower.write(chunk)
+        made = make_artifact(root, positions=40)
+        with pytest.raises(CartridgeExists, match="written once"):
+            _writer(root)
+        _commit(slower)
+    assert [*root.parent.iterdir()] == [root]
+    assert load_manifest(root) == made.manifest
+
+
+def test_a_rename_that_fails_says_why_and_an_artefact_is_on_the_disk_by_its_name(made, root, monkeypatch):
+    synced, fsync = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(Path(f"/proc/self/fd/{fd}").readlink()), fsync(fd)))
+    make_artifact(root.with_name("next"), positions=40)
+    assert synced[-1] == root.parent
+
+    def rename(self: Path, target: Path) -> None:
+        raise OSError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "rename", rename)
+    with pytest.raises(ArtifactError, match="other cannot be made: Permission denied"):
+        make_artifact(root.with_name("other"), positions=40)
+    assert {path.name for path in root.parent.iterdir()} == {"doc", "next"}
+
+
+def test_chunks_that_are_wrong_too_many_or_too_few_are_refused(root):
+    with _writer(root) as writer:
+        for wrong in (CHUNKS[0][:-1], CHUNKS[0] + b"\0", b""):
+            with pytest.raises(ArtifactError, match="chunk 0 has"):
+                writer.write(wrong)
+        writer.write(CHUNKS[0])
+        with pytest.raises(ArtifactError, match="16 of 40 positions"):
+            _commit(writer)
+        for chunk in CHUNKS[1:]:
+            writer.write(chunk)
+        with pytest.raises(ArtifactError, match="chunk 3 has"):
+            writer.write(chunk)
+    assert [*root.parent.iterdir()] == []
+
+
+def test_an_id_that_could_escape_is_refused_before_anything_is_written(root):
+    with pytest.raises(ManifestError, match="cannot be a cartridge id"):
+        _writer(root, "../x")
+    assert [*root.parent.iterdir()] == []
+
+
+def test_a_file_whose_write_fails_stays_what_it_was_and_nothing_is_left(tmp_path):
+    def parts() -> object:
+        yield b"half"
+        assert path.read_bytes() == b"before", "nobody sees it half-made"
+        raise KeyError
+
+    path = tmp_path / "file"
+    path.write_bytes(b"before")
+    with pytest.raises(KeyError):
+        files.replace(path, parts())
+    assert path.read_bytes() == b"before"
+    assert [*tmp_path.iterdir()] == [path]
+
+
+def test_a_directory_that_holds_something_does_not_give_way_and_nothing_is_left(tmp_path):
+    below = tmp_path / "directory" / "below"
+    below.mkdir(parents=True)
+    with pytest.raises(OSError, match="not empty"), files.replacing(below.parent) as partial:
+        partial.mkdir()
+        files.write(partial / "file", [b"new"])
+    assert [*tmp_path.rglob("*")] == [below.parent, below]
+
+
+# What is damaged.
 
 
 class _Bomb:
@@ -79,71 +203,101 @@ _DAMAGE: dict[str, Callable[[Path], object]] = {
     "long": lambda path: path.write_bytes(path.read_bytes() + b"\0"),
     "huge": lambda path: path.write_bytes(path.read_bytes() + bytes(1 << 20)),
     "no npy": lambda path: path.write_bytes(b"PK\x03\x04" + path.read_bytes()[4:]),
+    "other ids": lambda path: np.save(path, np.asarray(make_ids(100, 4), dtype="<u4")),
     "pickle": lambda path: path.write_bytes(pickle.dumps(_Bomb(path.parent / "exploded"))),
     "objects": lambda path: np.save(path, np.asarray([_Bomb(path.parent / "exploded")] * 100), allow_pickle=True),
 }
 
 
 @pytest.mark.parametrize("damage", _DAMAGE)
-def test_a_token_file_that_is_not_the_one_written_is_refused_and_nothing_in_it_runs(tmp_path, damage):
-    manifest, _ = make_artifact(tmp_path / "doc", positions=100, seed=3)
-    _DAMAGE[damage](tmp_path / "doc" / TOKENS)
-    with pytest.raises(ArtifactError, match="cartridge doc@1"):
-        load_token_ids(manifest, tmp_path / "doc")
-    assert not (tmp_path / "doc" / "exploded").exists()
+def test_a_token_file_that_is_not_the_one_written_is_refused_and_nothing_in_it_runs(root, damage):
+    manifest, _ = make_artifact(root, positions=100, seed=3)
+    _DAMAGE[damage](root / TOKENS)
+    for read in (lambda: load_token_ids(manifest, root), lambda: list(verify(root))):
+        with pytest.raises(ArtifactError, match="cartridge doc@1"):
+            read()
+    assert not (root / "exploded").exists()
 
 
 def test_the_bomb_of_the_test_above_explodes_when_something_unpickles_it(tmp_path):
-    make_artifact(tmp_path / "doc", positions=100, seed=3)
-    _DAMAGE["objects"](tmp_path / "doc" / TOKENS)
-    np.load(tmp_path / "doc" / TOKENS, allow_pickle=True)
-    assert (tmp_path / "doc" / "exploded").exists()
+    _DAMAGE["objects"](tmp_path / TOKENS)
+    np.load(tmp_path / TOKENS, allow_pickle=True)
+    assert (tmp_path / "exploded").exists()
 
 
 @pytest.mark.parametrize("positions", [40, 100])
-def test_a_token_id_outside_the_vocabulary_is_refused(tmp_path, positions):
-    ids = make_ids(positions, 0)
-    ids[7] = VOCABULARY
+def test_a_token_id_outside_the_vocabulary_is_refused(root, positions):
+    ids = [VOCABULARY, *make_ids(positions - 1, 0)]
     with pytest.raises((ArtifactError, ManifestError), match="outside the model's vocabulary"):
-        load_token_ids(make_artifact(tmp_path / "doc", positions=positions, token_ids=ids).manifest, tmp_path / "doc")
+        load_token_ids(make_artifact(root, positions=positions, token_ids=ids).manifest, root)
 
 
-@pytest.mark.parametrize("change", [-1, 1, -40_000, None])
-def test_a_payload_of_another_size_is_refused_with_both_sizes(made, tmp_path, change):
-    payload = tmp_path / "doc" / PAYLOAD
+@pytest.mark.parametrize("change", [-1, 1, None])
+def test_a_payload_of_another_size_is_refused_with_both_sizes(made, root, change):
+    payload = root / PAYLOAD
     size = payload.stat().st_size
     os.truncate(payload, size + change) if change else payload.unlink()
     with pytest.raises(TruncatedPayload, match=f"has {size + change if change else 0} bytes, its manifest says {size}"):
-        load_manifest(tmp_path / "doc")
-    with pytest.raises(TruncatedPayload):
-        list(verify(tmp_path / "doc"))
+        load_manifest(root)
 
 
-@pytest.mark.parametrize("chunk", [0, 1, 2])
-@pytest.mark.parametrize("head", [0, 1])
-@pytest.mark.parametrize("where", ["first", "last"])
-def test_verify_names_the_chunk_and_head_of_a_flipped_bit(made, tmp_path, chunk, head, where):
-    start, end = chunk_range(made.manifest, chunk, range(head, head + 1))
-    flip_bit(tmp_path / "doc" / PAYLOAD, start if where == "first" else end - 1)
+@pytest.mark.parametrize(("chunk", "head", "at"), [(0, 0, 0), (0, 1, -1), (1, 1, 0), (2, 0, -1)])
+def test_verify_names_the_chunk_and_head_of_a_flipped_bit(made, root, chunk, head, at):
+    flip_bit(root / PAYLOAD, range(*chunk_range(made.manifest, chunk, range(head, head + 1)))[at])
     done = []
     with pytest.raises(CorruptChunk, match=f"cartridge doc@1: chunk {chunk}, KV head {head} of "):
-        done.extend(verify(tmp_path / "doc"))
+        done.extend(verify(root))
     assert done == [(i + 1, 3) for i in range(chunk)]
 
 
-@pytest.mark.parametrize("offset", [0, 8, 100, 4000])
-def test_verify_finds_a_changed_header(made, tmp_path, offset):
-    flip_bit(tmp_path / "doc" / PAYLOAD, offset)
-    with pytest.raises(ArtifactError, match="header"):
-        list(verify(tmp_path / "doc"))
+HEADS, HEAD_BYTES = range(1, 3), 2 * 3 * 16 * 64 * 2
+SIZE = len(HEADS) * HEAD_BYTES
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_infinities_and_nans_of_either_sign_are_found_and_the_largest_numbers_are_not(dtype):
-    limits = torch.finfo(DTYPES[dtype])
-    for number in (0.0, limits.max, limits.tiny, float("inf"), float("nan")):
-        for kv in (torch.full((9,), 0.5), torch.full((9,), -0.5)):
-            for sign in (1, -1):
-                kv[4] = number
-                data = memoryview((sign * kv).to(DTYPES[dtype]).view(torch.uint8).numpy())
-                assert is_finite(data, dtype) == (number == number and number != float("inf"))
+PARTS = pytest.mark.parametrize("part_bytes", [2, 4096, HEAD_BYTES - 2, HEAD_BYTES + 2, SIZE])
+
+
+def _make(root: Path, nan_at: tuple[int, ...] | None = None) -> tuple[Manifest, bytearray]:
+    """Return the manifest of an artefact of three heads, and the bytes of the last two in chunk 1."""
+    kv = make_kv(make_fingerprint(kv_heads=3), 32, 0)
+    if nan_at:
+        kv[nan_at] = float("nan")
+    manifest, _ = make_artifact(root, positions=32, kv_heads=3, kv=kv)
+    return manifest, bytearray(heads_bytes(kv[:, :, 16:])[HEAD_BYTES:])
+
+
+def _check(made: Manifest, data: bytearray, part_bytes: int, *, known_finite: bool = False) -> None:
+    check = ChunkCheck(made, 1, HEADS, known_finite=known_finite)
+    for start in range(0, SIZE, part_bytes):
+        check.update(memoryview(data)[start : start + part_bytes])
+    check.finish(memoryview(data), "here")
+
+
+@PARTS
+@pytest.mark.parametrize("at", [0, HEAD_BYTES - 2, HEAD_BYTES, SIZE - 2])
+def test_changed_bytes_are_found_in_parts_of_any_size_whatever_numbers_they_make_and_their_head_named(
+    root, part_bytes, at
+):
+    made, data = _make(root)
+    data[at : at + 2] = b"\xff\x7f"  # NaN
+    with pytest.raises(CorruptChunk, match=f"cartridge doc@1: chunk 1, KV head {1 + at // HEAD_BYTES} of here"):
+        _check(made, data, part_bytes)
+
+
+@PARTS
+@pytest.mark.parametrize("at", [(0, 0, 16, 1, 0), (1, 2, 31, 2, 63)])
+def test_nan_is_found_in_the_first_and_in_the_last_number(root, tmp_path, part_bytes, at):
+    made, data = _make(root, at)
+    with pytest.raises(NonFiniteKV, match="cartridge doc@1: chunk 1 of here"):
+        _check(made, data, part_bytes)
+    _check(made, data, part_bytes, known_finite=True)
+    _check(*_make(tmp_path / "sound"), part_bytes)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(st.lists(st.floats(width=32), min_size=1))
+def test_infinities_and_nans_are_found_and_the_largest_numbers_are_not(dtype, numbers):
+    largest = torch.finfo(DTYPES[dtype]).max
+    for each in (numbers, [largest], [-largest]):
+        kv = torch.tensor(each).to(DTYPES[dtype])
+        assert is_finite(memoryview(kv.view(torch.uint8).numpy()), dtype) == kv.isfinite().all()

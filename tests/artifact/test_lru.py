@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from lmcache_cartridge.artifact.lru import Lru
 
 
-def test_what_was_used_least_recently_is_dropped_first():
-    cache: Lru[str, int] = Lru(2)
-    cache.put("a", 1), cache.put("b", 2)
-    assert (cache.get("a"), cache.get("none")) == (1, None)
-    assert cache.put("c", 3) == 3
-    assert (list(cache), "b" in cache) == (["a", "c"], False)
-    assert "a" in cache  # which is no use of it
-    cache.put("d", 4)
-    assert list(cache) == ["c", "d"]
-
-
-def test_values_of_unlike_sizes_share_the_capacity_and_the_newest_always_stays():
-    cache: Lru[str, str] = Lru(5, len)
-    cache.put("a", "12"), cache.put("b", "34"), cache.put("a", "1")
-    assert list(cache) == ["b", "a"]
-    cache.put("c", "567")
-    assert list(cache) == ["a", "c"]
-    cache.put("large", "x" * 10)
-    assert list(cache) == ["large"]
-    assert (cache.pop("large"), cache.pop("large"), list(cache)) == ("x" * 10, None, [])
-    cache.put("a", "12345")
-    assert cache.get("a") == "12345", "what was taken out still counts"
+@given(st.lists(st.tuples(st.sampled_from(["put", "get", "pop", "in"]), st.sampled_from("abcd"), st.integers(0, 7))))
+def test_what_was_used_least_recently_is_dropped_first_and_the_newest_always_stays(steps):
+    cache: Lru[str, int] = Lru(5, int)
+    kept: dict[str, int] = {}
+    for call, key, size in steps:
+        if call == "put":
+            assert cache.put(key, size) == size
+            kept.pop(key, None)
+            kept[key] = size
+            while len(kept) > 1 and sum(kept.values()) > 5:
+                del kept[next(iter(kept))]
+        elif call == "get":
+            assert cache.get(key) == kept.get(key)
+            if key in kept:
+                kept[key] = kept.pop(key)
+        elif call == "pop":
+            assert cache.pop(key) == kept.pop(key, None)
+        assert (key in cache) == (key in kept)
+        assert list(cache) == list(kept)

@@ -8,19 +8,16 @@ import sys
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 from making import make_artifact, make_fingerprint, make_rope
 
 from lmcache_cartridge.artifact.manifest import (  # fmt: skip
     MAX_MANIFEST_BYTES,
     Manifest,
-    Provenance,
     check_id,
     content_digest,
     decode,
 )
-from lmcache_cartridge.artifact.writing import ArtifactWriter
 from lmcache_cartridge.errors import ManifestError
 
 
@@ -46,13 +43,10 @@ def _edited(manifest: Manifest, **changes: Any) -> bytes:
 def test_what_an_older_release_wrote_of_its_training_and_compaction_is_read(manifest):
     about = {
         "training": {
-            "objective": "distill", "init": "sci", "seed": 0, "questions": 90, "held_out": 10, "steps": 400, "best_step": 375,
-            "loss": 0.5, "held_out_loss": 0.25, "held_out_exact": 0.9, "seconds": 12.0, "rate": 0.3, "kept": 0.9, "beside": 2,
+            "objective": "distill", "init": "sci", "seed": 0, "questions": 90, "steps": 400, "best_step": 375, "loss": 0.5,
+            "seconds": 12.0, "held_out": 10, "kept": 0.9,
         },
-        "compaction": {
-            "method": "attention matching, no bias", "queries": "repeat", "query_tokens": 9, "examples": 1,
-            "fit_error": [0.1, 0.2], "seconds": 1.0, "refine": 0, "distill": 40, "kept": 0.9,
-        },
+        "compaction": {"queries": "repeat", "query_tokens": 9, "examples": 1, "seconds": 1.0, "method": "attention matching"},
     }  # fmt: skip
     found = decode(_edited(manifest, provenance={"tool": "t", "created": "2026", **about}), "here").provenance
     assert (found.training.best_step, found.training.measured) == (375, None)
@@ -67,7 +61,7 @@ def _rotating(manifest: Manifest, *layers: tuple[int, ...] | None) -> Manifest:
     return msgspec.structs.replace(made, digest=content_digest(made))
 
 
-@pytest.mark.parametrize("layers", [((0, 2), (1,)), ((0,),), (None,), ()])
+@pytest.mark.parametrize("layers", [((0, 2), (1,)), (None,), ()])
 def test_rotations_are_each_of_other_layers_or_one_of_layers_that_nobody_knows(manifest, layers):
     made = _rotating(manifest, *layers)
     assert decode(made.encode(), "here") == made
@@ -76,11 +70,8 @@ def test_rotations_are_each_of_other_layers_or_one_of_layers_that_nobody_knows(m
 
 @pytest.mark.parametrize(
     "layers",
-    [
-        ((0, 1), (1, 2)), ((0,), (3,)), ((0, 2), (-1,)), ((2, 0), (1,)), ((0,), None), (None, (1,)), ((0, 3),), ((-1, 0),),
-        ((1, 0),), ((0, 0, 1),),
-    ],
-)  # fmt: skip
+    [((0, 1), (1, 2)), ((0,), None), ((0, 3),), ((-1, 0),), ((1, 0),), ((0, 0, 1),)],
+)
 def test_layers_that_rotate_are_some_of_the_models_in_order(manifest, layers):
     with pytest.raises(ManifestError, match="layers"):
         decode(_rotating(manifest, *layers).encode(), "here")
@@ -113,15 +104,9 @@ def test_the_first_manifests_of_a_process_may_be_read_by_many_threads_at_once(ma
 
 
 @pytest.mark.parametrize("version", ["1.0", "2.0", "30.0", "", "x"])
-def test_an_unknown_major_format_is_refused_with_the_one_this_release_reads(manifest, version):
-    with pytest.raises(ManifestError, match=r"this release reads 3\.0: an older one is made anew"):
-        decode(_edited(manifest, format=version), "here")
-    with pytest.raises(ManifestError, match=r"/mnt/x: .*format 1\.x"):  # whatever else it has
-        decode(b'{"format": "1.0", "everything": "else"}', "/mnt/x")
-
-
-def test_a_newer_minor_format_is_read(manifest):
-    assert decode(_edited(manifest, format="3.9"), "here").digest == manifest.digest
+def test_an_unknown_major_format_is_refused_whatever_else_it_has_with_the_one_this_release_reads(version):
+    with pytest.raises(ManifestError, match=r"/mnt/x: .*this release reads 3\.0: an older one is made anew"):
+        decode(json.dumps({"format": version, "everything": "else"}).encode(), "/mnt/x")
 
 
 @pytest.mark.parametrize(
@@ -130,18 +115,8 @@ def test_a_newer_minor_format_is_read(manifest):
         {"kind": "trained"},
         {"positions": 41, "tokens__count": 41, "tokens__inline": [7] * 41, "payload__size_bytes": 4096 + 41 * 1536},
         {"fingerprint__architecture": "Other"},
-        {"fingerprint__layers": 6, "fingerprint__head_size": 32},
-        {"fingerprint__dtype": "float16"},
-        {"fingerprint__vocab_size": 1001},
-        {"fingerprint__config_digest": "00" * 32},
-        {"fingerprint__weights_digest": "00" * 32},
         {"fingerprint__weights_digest": None},
-        {"fingerprint__rope": []},
-        {"fingerprint__rope__0__kind": "yarn"},
-        {"fingerprint__rope__0__layers": (0, 1)},
-        {"fingerprint__rope__0__inv_freq__1": 0.5},
         {"fingerprint__rope__0__attention_factor": 1.0000001},
-        {"fingerprint__rope__0__parameters__rope_theta": 20000.0},
         {"payload__chunk_tokens": 17},
         {"payload__checksums__2__1": "00" * 16},
         {"tokens__blake3": "00" * 32},
@@ -154,8 +129,10 @@ def test_editing_a_field_that_decides_an_answer_breaks_the_digest(manifest, chan
         decode(_edited(manifest, **changes), "here")
 
 
-@pytest.mark.parametrize("changes", [{"id": "other"}, {"version": 7}, {"provenance__tool": "other"}])
-def test_id_version_and_provenance_are_not_part_of_the_digest(manifest, changes):
+@pytest.mark.parametrize(
+    "changes", [{"id": "_A.b-c_9" * 16}, {"version": 7}, {"provenance__tool": "other"}, {"format": "3.9"}]
+)
+def test_id_version_provenance_and_minor_format_are_not_part_of_the_digest(manifest, changes):
     renamed = decode(_edited(manifest, **changes), "here")
     assert renamed != manifest
     assert renamed.digest == manifest.digest
@@ -224,11 +201,6 @@ def test_what_is_no_manifest_at_all_is_refused(data):
         decode(data, "here")
 
 
-@pytest.mark.parametrize("cartridge_id", ["a", "_x", "A.b-c_9", "a..b", "a" * 128])
-def test_an_ordinary_id_is_returned(cartridge_id):
-    assert check_id(cartridge_id) == cartridge_id
-
-
 @pytest.mark.parametrize(
     "cartridge_id",
     ["", ".", "..", "../x", ".hidden", "-rf", "a/b", "/etc", "a\\b", "a b", "a\n", "a\x00", "a@1", "é", "a" * 129],
@@ -238,16 +210,3 @@ def test_an_id_that_could_escape_is_refused(manifest, cartridge_id):
         check_id(cartridge_id)
     with pytest.raises(ManifestError, match=r"at `\$\.id`"):
         decode(_edited(manifest, id=cartridge_id), "here")
-
-
-def test_an_artefact_is_to_the_byte_what_releases_of_its_format_write(tmp_path):
-    """A digest that changes makes every cartridge there is another one: raise the format's major version then."""
-    shape = make_fingerprint(layers=1, kv_heads=1, head_size=8)
-    with ArtifactWriter(
-        tmp_path / "doc", cartridge_id="doc", version=1, kind="prefill", fingerprint=shape, token_ids=np.arange(40), chunk_tokens=16
-    ) as writer:  # fmt: skip
-        for tokens in (16, 16, 8):
-            writer.write(bytes(tokens * shape.token_bytes))
-        made = writer.commit(Provenance(tool="tests", created="2026-01-01T00:00:00Z"))
-    assert b"encoding" not in made.encode() and b"latent" not in made.encode()
-    assert made.digest == "74b9b33da383cc4b2a86e955587b1d4759df8e47aee4770c3f0b070b812bfeaa"
