@@ -13,6 +13,7 @@ from lmcache_cartridge.memory.loads import ChunkSource
 
 if TYPE_CHECKING:
     from lmcache_cartridge.artifact.cartridge import Segment
+    from lmcache_cartridge.artifact.model import Fingerprint
     from lmcache_cartridge.memory.loader import ChunkLoader
 
 
@@ -43,3 +44,16 @@ def load(loader: ChunkLoader, segments: Sequence[Segment], chunk: int, out: torc
 def copied(loader: ChunkLoader) -> None:
     """Wait until the disk tier has its copies."""
     until(lambda: not loader._counts["unwritten"])
+
+
+def in_int8(kv: torch.Tensor, shape: Fingerprint, stored: int) -> torch.Tensor:
+    """Return canonical KV as it comes back from an int8 payload in chunks of `stored`."""
+    from lmcache_cartridge.memory.codec import decode, encode
+    from lmcache_cartridge.memory.layout import to_heads
+
+    found = []
+    for chunk in kv.split(stored, dim=2):
+        heads = torch.full_like(to_heads(chunk), float("nan"))
+        decode(encode(to_heads(chunk), shape), heads.flatten().view(torch.uint8), shape, chunk.shape[2])
+        found.append(heads.permute(1, 2, 3, 0, 4))
+    return torch.cat(found, dim=2)
