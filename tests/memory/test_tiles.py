@@ -17,11 +17,11 @@ with quietly():
 
 HEADS, LAYERS = 2, 2
 CASES = [
-    *itertools.product(["vec"], ["bfloat16", "float16", "float32"], [32, 64, 128], [32, 64, 96, 128]),
-    *itertools.product(["vec16"], ["bfloat16", "float32"], [16, 48], [80, 112]),
+    *itertools.product(["vec"], ["bfloat16", "float16", "float32"], [32, 128], [32, 96]),
+    *itertools.product(["vec16"], ["bfloat16", "float32"], [48], [80, 112]),
     *(
         pytest.param(*case, marks=needs_avx512)
-        for case in itertools.product(["amx"], ["bfloat16", "float16"], [32, 64, 128], [32, 64, 96, 128])
+        for case in itertools.product(["amx"], ["bfloat16", "float16"], [32, 128], [32, 96])
     ),
 ]
 
@@ -53,11 +53,6 @@ def _bytes(kv: torch.Tensor, name: str) -> torch.Tensor:
     return out
 
 
-def _packed(kv: torch.Tensor, name: str) -> torch.Tensor:
-    _, layers, tokens, heads, size = kv.shape
-    return _bytes(kv, name).view(kv.dtype).view(layers, tokens, heads, 2 * size)
-
-
 def _kv(dtype: str, tokens: int, size: int) -> torch.Tensor:
     return torch.randn(2, LAYERS, tokens, HEADS, size).to(DTYPES[dtype])
 
@@ -72,20 +67,18 @@ def test_a_packed_chunk_is_what_vllm_writes_and_in_blocks_the_memory_itself(isa,
 
 
 def test_tiles_for_amx_lie_as_they_are_described():
-    """Held against the description, number by number: where vLLM has no op for them nothing else tests it."""
+    """Where vLLM has no op for them nothing else tests it."""
     block, size, kv = 32, 64, _kv("bfloat16", 64, 64)
+    token, of_size = torch.meshgrid(torch.arange(block), torch.arange(size), indexing="ij")
+    keys = ((token // 16 * (size // 2) + of_size // 2) * 16 + token % 16) * 2 + of_size % 2
+    values = ((of_size // 16 * (block // 2) + token // 2) * 16 + of_size % 16) * 2 + token % 2
     tiled = _bytes(kv, tiles.layout("amx", block, blocks=True)).view(kv.dtype).view(LAYERS, 2, HEADS, 2, -1)
-    keys = tiled[:, :, :, 0].view(LAYERS, 2, HEADS, block // 16, size // 2, 16, 2)
-    values = tiled[:, :, :, 1].view(LAYERS, 2, HEADS, size // 16, block // 2, 16, 2)
-    for token, element in itertools.product(range(64), range(size)):
-        number, t = divmod(token, block)
-        of_keys = keys[:, number, :, t // 16, element // 2, t % 16, element % 2]
-        of_values = values[:, number, :, element // 16, t // 2, element % 16, t % 2]
-        assert torch.equal(torch.stack([of_keys, of_values]), kv[:, :, token, :, element]), (token, element)
+    found = torch.stack([tiled[:, :, :, 0, keys], tiled[:, :, :, 1, values]])  # [plane, L, block, H, token, D]
+    assert torch.equal(found.transpose(3, 4).flatten(2, 3), kv)
 
 
 @pytest.mark.parametrize("blocks", [False, True])
-@pytest.mark.parametrize(("isa", "dtype", "block", "size"), CASES[::5])
+@pytest.mark.parametrize(("isa", "dtype", "block", "size"), CASES[::3])
 def test_what_was_packed_can_be_unpacked(isa, dtype, block, size, blocks):
     kv = _kv(dtype, 3 * block, size)
     name = tiles.layout("vec" if isa == "vec16" else isa, block, blocks=blocks)
@@ -100,13 +93,6 @@ def test_what_is_no_whole_tiles_is_refused(name, tokens, size):
     shape = _shape(_kv("bfloat16", tokens, size))
     assert not tiles.fits(shape, name)
     with pytest.raises(RuntimeError):
-        _packed(_kv("bfloat16", tokens, size), name)
+        _bytes(_kv("bfloat16", tokens, size), name)
     with pytest.raises(RuntimeError):
         tiles.unpack(torch.zeros(shape.size_bytes, dtype=torch.uint8), shape, f"{name}/blocks")
-
-
-def test_names_of_tiles_are_told_from_layouts_that_are_views():
-    assert tiles.is_tiled(tiles.layout("vec", 128))
-    assert tiles.is_tiled(tiles.layout("amx", 32, blocks=True))
-    assert tiles.layout("vec", 128, blocks=True) == "vec/128/blocks"
-    assert not any(map(tiles.is_tiled, ("heads", "fused", "neon/128")))
