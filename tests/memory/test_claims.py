@@ -10,7 +10,7 @@ import pytest
 import torch
 from homes import STILL, Home, assert_served, prompt_for, read
 from making import Made, flip_bit, make_fingerprint, make_rope, sha256_hasher
-from waiting import Clock, run_threads, until
+from waiting import run_threads, until
 
 from lmcache_cartridge.artifact.reading import chunk_range
 from lmcache_cartridge.errors import CartridgeError
@@ -31,39 +31,38 @@ def _lookup_and_release(store: CartridgeStore, home: Home, made: Made, name: str
     return found
 
 
-class _Gate:
-    """Lets loads through one by one."""
+@pytest.fixture
+def let(monkeypatch):
+    """Hold all loads back, and return a function that lets so many through."""
+    read, tickets = ChunkLoader.read, threading.Semaphore(0)
+    monkeypatch.setattr(ChunkLoader, "read", lambda *given: tickets.acquire(timeout=20) and read(*given))
+    return tickets.release
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        read, self._tickets = ChunkLoader.read, threading.Semaphore(0)
 
-        def wait(*arguments: object) -> list[torch.Tensor | CartridgeError]:
-            assert self._tickets.acquire(timeout=20)
-            return read(*arguments)
+@pytest.fixture
+def made(home):
+    return home.make()
 
-        monkeypatch.setattr(ChunkLoader, "read", wait)
 
-    def let(self, count: int) -> None:
-        self._tickets.release(count)
+@pytest.fixture
+def digest(made):
+    return made.manifest.digest
 
 
 # Claims.
 
 
 @pytest.mark.parametrize("kind", ["prefill", "trained"])
-def test_a_claim_is_polled_until_everything_is_resident_and_nobody_waits(home, kind, monkeypatch):
-    made = home.make(kind=kind, positions=64)
-    store = home.open(settings=STILL)
-    gate = _Gate(monkeypatch)
+def test_a_claim_is_polled_until_everything_is_resident_and_nobody_waits(home, kind, let):
+    made, store = home.make(kind=kind, positions=64), home.open(settings=STILL)
     claim = store.claim(made.manifest.digest, {})
     assert store.cpu.stats().loading == 0, "it started before anybody polled"
     assert claim.poll()[:3] == (0, 4, 4)
-    for count in range(1, 4):
-        gate.let(1)
-        until(lambda: claim.poll().resident == count)  # noqa: B023
+    for count in range(1, 5):
         assert not claim.poll().ready
-    gate.let(1)
-    until(lambda: claim.poll().ready)
+        let(1)
+        until(lambda: claim.poll().resident == count)  # noqa: B023
+    assert claim.poll().ready
     assert store.cpu.stats().misses == 4
     assert_served(store, made, prompt_for(home, made))
     claim.close()
@@ -179,22 +178,19 @@ def test_a_quarantine_ends_what_is_claimed_with_its_reason(home):
 # Pins.
 
 
-def test_a_pin_loads_what_is_missing_and_survives_pressure(home):
-    made, other = home.make(seed=1), home.make("other", seed=2)
-    store = home.open(chunks=6, settings=STILL)
+def test_a_pin_loads_what_is_missing_and_survives_pressure(home, made, digest):
+    other, store = home.make("other", seed=2), home.open(chunks=6, settings=STILL)
     prompt = prompt_for(home, made)
     store.lookup(prompt.hashes[:1])
     store.release(prompt.hashes[0])
-    assert store.pin(made.manifest.digest) == 4
-    assert store.pin(made.manifest.digest) == 4
+    assert store.pin(digest) == store.pin(digest) == 4
     until(lambda: store.resident(prompt.hashes) == 4)
     for _ in range(3):
         assert _lookup_and_release(store, home, other, "other") == 2
-        assert store.evict(made.manifest.digest) == 0
-    assert store.status()["pinned"] == [made.manifest.digest]
+        assert store.evict(digest) == 0
+    assert store.status()["pinned"] == [digest]
     assert store.resident(prompt.hashes) == 4
-    assert store.unpin(made.manifest.digest) == 4
-    assert store.unpin(made.manifest.digest) == 0
+    assert (store.unpin(digest), store.unpin(digest)) == (4, 0)
     assert store.status()["pinned"] == []
     assert _lookup_and_release(store, home, other, "other") == 4
 
@@ -212,13 +208,11 @@ def test_a_pin_of_what_cannot_be_served_or_has_no_room_says_why(home):
     assert store.status()["pinned"] == [one.manifest.digest]
 
 
-def test_a_pin_whose_source_was_away_is_made_good_without_anybody_asking(home):
-    made = home.make()
-    store = home.open(settings=STILL)
-    away = home.payload().rename(home.path / "away")
-    assert store.pin(made.manifest.digest) == 4
+def test_a_pin_whose_source_was_away_is_made_good_without_anybody_asking(home, made, digest):
+    store, away = home.open(settings=STILL), home.payload().rename(home.path / "away")
+    assert store.pin(digest) == 4
     until(lambda: store.cpu.stats().failed >= 4)
-    assert store.pin(made.manifest.digest) == 4, "a pin on its way is a pin"
+    assert store.pin(digest) == 4, "a pin on its way is a pin"
     away.rename(home.payload())
     until(lambda: store.resident(prompt_for(home, made).hashes) == 4)
     assert store.cpu.stats().held == 4
@@ -227,47 +221,41 @@ def test_a_pin_whose_source_was_away_is_made_good_without_anybody_asking(home):
 # Fetches in the background.
 
 
-def test_preloading_returns_at_once_and_goes_on_by_itself(home, monkeypatch):
-    made = home.make()
+def test_preloading_returns_at_once_and_goes_on_by_itself(home, made, digest, let):
     store = home.open(settings=STILL)
-    gate = _Gate(monkeypatch)
-    assert store.preload(made.manifest.digest, {})[:3] == (0, 4, 4)
-    assert store.status()["loading"][made.manifest.digest]["chunks"] == 4
-    gate.let(1)
-    until(lambda: store.preload(made.manifest.digest, {}).resident == 1)
-    gate.let(3)
+    assert store.preload(digest, {})[:3] == (0, 4, 4)
+    assert store.status()["loading"][digest]["chunks"] == 4
+    let(1)
+    until(lambda: store.preload(digest, {}).resident == 1)
+    let(3)
     until(lambda: store.cpu.stats().held == 0)
     assert store.resident(prompt_for(home, made).hashes) == 4
     assert store.status()["loading"] == {}
-    assert store.preload(made.manifest.digest, {}).ready
+    assert store.preload(digest, {}).ready
     assert (store.cpu.stats().held, store.cpu.stats().misses) == (0, 4), "asking again began another"
 
 
-def test_preloading_gives_up_in_the_end_and_at_once_on_what_is_refused(home):
-    made = home.make()
-    clock = Clock()
+def test_preloading_gives_up_in_the_end_and_at_once_on_what_is_refused(home, digest, clock):
     store = home.open(settings=STILL, clock=clock)
     assert store.preload("00" * 32, {}).refused
     assert store.status()["loading"] == {}
     home.payload().unlink()
-    store.preload(made.manifest.digest, {})
+    store.preload(digest, {})
     clock.now += claim_module._GIVE_UP_S - 1
     time.sleep(3 * store_module._POLL_S)
-    assert list(store.status()["loading"]) == [made.manifest.digest]
+    assert list(store.status()["loading"]) == [digest]
     clock.now += 2
     until(lambda: store.status()["loading"] == {} and store.cpu.stats().held == 0)
 
 
-def test_evicting_ends_a_fetch_in_the_background(home, monkeypatch):
-    made = home.make()
+def test_evicting_ends_a_fetch_in_the_background(home, digest, let):
     store = home.open(settings=STILL)
-    gate = _Gate(monkeypatch)
-    store.preload(made.manifest.digest, {})
-    gate.let(2)
+    store.preload(digest, {})
+    let(2)
     until(lambda: store.cpu.stats().resident == 2)
-    assert store.evict(made.manifest.digest) == 2
+    assert store.evict(digest) == 2
     assert store.status()["loading"] == {}
-    gate.let(2)
+    let(2)
     until(lambda: store.cpu.stats().loading == 0)
     assert store.cpu.stats().held == 0
 
@@ -276,17 +264,15 @@ def test_evicting_ends_a_fetch_in_the_background(home, monkeypatch):
 
 
 def test_a_warm_label_counts_once_each_time_it_comes_to_point_there(home):
-    made = [home.make(name, seed=seed) for seed, name in enumerate("ab")]
+    made = {name: home.make(name, seed=seed) for seed, name in enumerate("ab")}
     home.registry.label("current", "a", warm=True)
     store = home.open(settings=STILL)
-    until(lambda: store.cpu.stats().resident == 4)
-    until(lambda: store.cpu.stats().held == 0)
-    assert store.evict(made[0].manifest.digest) == 4
+    until(lambda: store.cpu.stats().resident == 4 and store.cpu.stats().held == 0)
+    assert store.evict(made["a"].manifest.digest) == 4
     store.refresh()
     assert store.cpu.stats().loading == store.cpu.stats().resident == 0, "a person's eviction was undone"
-    home.registry.label("current", "b", warm=True)
-    store.refresh()
-    until(lambda: store.resident(prompt_for(home, made[1], "b").hashes) == 4)
-    home.registry.label("current", "a", warm=True)
-    store.refresh()
-    until(lambda: store.resident(prompt_for(home, made[0], "a").hashes) == 4)
+    for name in "ba":
+        home.registry.label("current", name, warm=True)
+        store.refresh()
+        hashes = prompt_for(home, made[name], name).hashes
+        until(lambda hashes=hashes: store.resident(hashes) == 4)

@@ -100,7 +100,8 @@ def test_a_corrupt_cartridge_is_quarantined_what_was_promised_is_delivered_and_t
 def test_a_quarantine_that_cannot_be_noted_holds_in_this_process(home):
     made = home.make()
     (home.path / "quarantine").write_text("not a directory")
-    store, prompt = home.open(), prompt_for(home, made)._replace(tag=made.manifest.digest)
+    store = home.open(settings=ONE_AT_A_TIME)
+    prompt = prompt_for(home, made)._replace(tag=made.manifest.digest)
     _corrupt(home, made, "doc", 0)
     assert store.lookup(prompt.hashes, prompt.tag) == 0
     _assert_not_served(store, prompt)

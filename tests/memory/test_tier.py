@@ -519,7 +519,7 @@ def test_reads_that_hang_keep_no_other_cartridge_waiting_and_take_no_further_thr
 class _Cuda:
     """Counts what is locked, and refuses where `code` is not 0."""
 
-    def __init__(self, code: int = 0) -> None:
+    def __init__(self, code: int) -> None:
         self.code, self.locked = code, dict[int, int]()
 
     def cudaHostRegister(self, address: int, size_bytes: int, flags: int) -> int:
@@ -535,27 +535,23 @@ class _Cuda:
 
 def test_memory_is_locked_to_the_page_and_unlocked_when_the_last_view_of_it_has_gone(loads, monkeypatch):
     """PyTorch's allocator would lock a power of two of it."""
-    cuda = _Cuda()
+    cuda = _Cuda(0)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
-    keys = _keys("a", 300)
     tier = MemoryTier(SLOT, 300 * SLOT, one_by_one(loads), pin_memory=True)
     assert list(cuda.locked.values()) == [5 * 4096]
-    (loan,) = tier.load(keys[:1], 20)
+    (loan,) = tier.load(_keys("a", 1), 20)
     assert loan.bytes.data_ptr() == next(iter(cuda.locked)), "the first slot"
     tier.close()
     view = loan.bytes[1:]
-    loan.close()
     del tier, loan
     gc.collect()
-    assert cuda.locked and bool((view == _byte(keys[0])).all())
+    assert cuda.locked and bool((view == _byte(ChunkKey("a", 0))).all())
     del view
     until(lambda: gc.collect() >= 0 and not cuda.locked)
 
 
-def test_memory_that_cannot_be_locked_is_used_all_the_same(loads, monkeypatch, caplog):
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: _Cuda(code=2))
-    tier = MemoryTier(SLOT, 4 * SLOT, one_by_one(loads), pin_memory=True)
-    with tier.load(_keys("a", 1), 20)[0] as loan:
-        assert _intact(loan, _keys("a", 1)[0])
-    tier.close()
+def test_memory_that_cannot_be_locked_is_used_all_the_same(open_tier, monkeypatch, caplog):
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: _Cuda(2))
+    (loan,) = open_tier(4, pin_memory=True).load(_keys("a", 1), 20)
+    assert _intact(loan, ChunkKey("a", 0))
     assert "cannot lock 4096 bytes" in caplog.text
