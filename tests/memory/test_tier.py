@@ -128,7 +128,9 @@ def test_what_is_asked_for_counts_once_as_a_hit_or_a_miss(open_tier):
     with tier.hold(keys) as hold:
         assert hold.poll().ready and hold.poll().ready
         assert tier.lease(keys, 5) == 3, "of a claim is no further use"
-    assert tier.stats()[:2] == (5, 3)
+        assert tier.stats()[:2] == (5, 3)
+    assert tier.lease(keys, 5) == 3
+    assert tier.stats()[:2] == (8, 3), "the claim has ended"
 
 
 def test_what_a_lookup_waits_with_stays_however_long_it_waits(open_tier, loads):
