@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, Future
 
 import pytest
 from waiting import Clock, until
@@ -30,31 +30,34 @@ def hang():
     hang.go.set()
 
 
+def _hung(workers: Workers, hang: Hang, *groups: str) -> Future:
+    """Have one of its threads hang."""
+    future = workers.submit("hung", hang, groups)
+    assert hang.begun.wait(30)
+    return future
+
+
+def _threads(name: str) -> int:
+    return sum(thread.name == name for thread in threading.enumerate())
+
+
 def test_a_job_is_done_once_for_all_who_want_it(hang):
-    workers, count = Workers("test", 2), []
-    first = workers.submit("a", hang)
-    assert hang.begun.wait(30) and workers.submit("a", lambda: count.append(1)) is first
+    workers = Workers("test", 2)
+    first = _hung(workers, hang)
+    assert workers.submit("hung", lambda: "twice") is first
     assert workers.submit("b", lambda: "other").result(30) == "other"
     hang.go.set()
-    assert (first.result(30), count) == ("done", [])
-    assert workers.submit("a", lambda: "again").result(30) == "again"
+    assert first.result(30) == "done"
+    assert workers.submit("hung", lambda: "again").result(30) == "again"
 
 
 def test_no_more_run_than_the_limit_and_all_are_done():
-    workers, running, most = Workers("test", 3), [], []
-    lock = threading.Lock()
-
-    def job() -> None:
-        with lock:
-            running.append(1)
-            most.append(len(running))
-        threading.Event().wait(0.002)
-        with lock:
-            running.pop()
-
-    for future in [workers.submit(number, job) for number in range(60)]:
+    workers, together = Workers("test", 3), threading.Barrier(4)
+    futures = [workers.submit(number, lambda: together.wait(0.2)) for number in range(6)]
+    assert {type(future.exception(30)) for future in futures} == {threading.BrokenBarrierError}, "four ran at once"
+    together = threading.Barrier(3)
+    for future in [workers.submit(number, lambda: together.wait(30)) for number in range(60)]:
         future.result(30)
-    assert max(most) == 3
 
 
 def test_an_error_is_the_jobs_and_the_thread_goes_on():
@@ -69,8 +72,7 @@ def test_an_error_is_the_jobs_and_the_thread_goes_on():
 def test_a_stalled_thread_is_replaced_and_what_shares_a_group_with_it_waits(hang):
     clock = Clock()
     workers = Workers("stalled", 1, clock=clock)
-    hung = workers.submit("hung", hang, ["mount"])
-    assert hang.begun.wait(30)
+    hung = _hung(workers, hang, "mount")
     same = workers.submit("same", lambda: "same", ["mount", "other"])
     sound = workers.submit("sound", lambda: "sound", ["disk"])
     workers.relieve()
@@ -80,29 +82,25 @@ def test_a_stalled_thread_is_replaced_and_what_shares_a_group_with_it_waits(hang
     assert (sound.result(30), same.done()) == ("sound", False)
     hang.go.set()
     assert (hung.result(30), same.result(30)) == ("done", "same")
-    until(lambda: sum(thread.name == "stalled" for thread in threading.enumerate()) == 1)
+    until(lambda: _threads("stalled") == 1)
 
 
 def test_what_shares_a_group_with_a_stalled_job_runs_after_it_though_its_thread_was_replaced(hang, monkeypatch):
     monkeypatch.setattr("lmcache_cartridge.library.workers._IDLE_S", 0.01)
     clock = Clock()
     workers = Workers("replaced", 1, clock=clock)
-    workers.submit("hung", hang, ["mount"])
-    assert hang.begun.wait(30)
+    _hung(workers, hang, "mount")
     same = workers.submit("same", lambda: "same", ["mount"])
     clock.now += STALLED_S + 1
     workers.relieve()
-    until(
-        lambda: sum(thread.name == "replaced" for thread in threading.enumerate()) == 1
-    )  # the other had nothing to do
+    until(lambda: _threads("replaced") == 1)  # the other had nothing to do
     hang.go.set()
     assert same.result(30) == "same"
 
 
 def test_one_a_group_runs_one_after_the_other(hang):
     workers = Workers("test", 4, one_a_group=True)
-    workers.submit("a", hang, ["x", "y"])
-    assert hang.begun.wait(30)
+    _hung(workers, hang, "x", "y")
     behind = workers.submit("b", lambda: "b", ["y", "z"])
     assert workers.submit("c", lambda: "c", ["z"]).result(30) == "c"
     assert not behind.done()
@@ -112,8 +110,7 @@ def test_one_a_group_runs_one_after_the_other(hang):
 
 def test_what_nobody_began_is_taken_back(hang):
     workers, done = Workers("test", 1), []
-    hung = workers.submit("hung", hang)
-    assert hang.begun.wait(30)
+    hung = _hung(workers, hang)
     waiting = [workers.submit(number, lambda: done.append(1)) for number in range(3)]
     assert (waiting[0].cancel(), waiting[1].cancel(), hung.cancel()) == (True, True, False)
     again = workers.submit(1, lambda: "again")
@@ -123,8 +120,7 @@ def test_what_nobody_began_is_taken_back(hang):
 
 def test_closing_drops_what_waits_and_waits_for_no_more_than_it_is_told(hang):
     workers = Workers("closing", 1)
-    workers.submit("hung", hang)
-    assert hang.begun.wait(30)
+    _hung(workers, hang)
     waiting = workers.submit("waits", lambda: 1)
     workers.close(0.01)
     for future in (waiting, workers.submit("late", lambda: 1)):
@@ -132,4 +128,4 @@ def test_closing_drops_what_waits_and_waits_for_no_more_than_it_is_told(hang):
             future.result(30)
     hang.go.set()
     workers.close(30)
-    assert not any(thread.name == "closing" and thread.is_alive() for thread in threading.enumerate())
+    assert _threads("closing") == 0
