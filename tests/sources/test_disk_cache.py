@@ -13,9 +13,9 @@ import signal
 import stat
 import subprocess
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -26,6 +26,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from invariants import check
+from making import files_under
 from waiting import Clock, run_threads
 
 from lmcache_cartridge.sources import disk_cache
@@ -34,7 +35,7 @@ from lmcache_cartridge.sources.disk_cache import CopyKey, DiskCache
 SIZE = 4096
 MINUTE = 61.0
 """A read notes that a copy was used when the last note is a minute old."""
-SPAWN = multiprocessing.get_context("spawn")
+FORK = multiprocessing.get_context("fork")
 
 
 def _key(number: int) -> CopyKey:
@@ -76,12 +77,10 @@ def _bytes_on_disk(root: Path) -> int:
     return total
 
 
-def _filled(root: Path, count: int, budget: int = 10 * SIZE, clock: Callable[[], float] = time.time) -> DiskCache:
-    cache = DiskCache(root, budget, clock=clock)
+def _filled(root: Path, count: int, budget: int = 10 * SIZE) -> DiskCache:
+    cache = DiskCache(root, budget)
     for number in range(count):
         _write(cache, number)
-        if isinstance(clock, Clock):
-            clock.now += MINUTE
     return cache
 
 
@@ -103,19 +102,6 @@ def test_a_copy_of_another_size_than_asked_for_is_a_miss(tmp_path, size):
     assert (cache.stats().hits, cache.stats().misses) == (0, 1)
 
 
-def test_copies_used_since_the_last_count_stay_when_the_oldest_known_go(tmp_path):
-    clock = Clock()
-    root = _filled(tmp_path / "cache", 6, clock=clock).root
-    cache = DiskCache(root, 6 * SIZE, clock=clock)
-    assert _read(cache, 0)
-    assert _read(cache, 2)
-    for number in range(6, 10):
-        clock.now += MINUTE
-        _write(cache, number)
-    assert _held(root) == [0, 2, 6, 7, 8, 9]
-    check(cache)
-
-
 def test_files_are_private_to_their_user(tmp_path):
     root = _filled(tmp_path / "cache", 1).root
     modes = {str(path.relative_to(tmp_path)): stat.S_IMODE(path.stat().st_mode) for path in [root, *root.rglob("*")]}
@@ -128,95 +114,60 @@ def test_files_are_private_to_their_user(tmp_path):
 # Several threads and processes.
 
 
-@pytest.mark.parametrize("copies", [1, 5])
-def test_the_budget_holds_on_disk_under_eight_writers(tmp_path, copies):
-    size, stop, seen, end = 200_000, threading.Event(), [0], time.monotonic() + 1
-    cache = DiskCache(tmp_path / "cache", copies * size)
-
-    def work(worker: int) -> None:
-        if worker == 8:  # the witness
-            while not stop.is_set():
-                with _locked(cache.root):  # nothing is renamed while the witness counts
-                    seen[0] = max(seen[0], _bytes_on_disk(cache.root))
-                assert cache.stats().resident_bytes <= copies * size
-            return
-        chance = random.Random(worker)
-        try:
-            while time.monotonic() < end:
-                _write(cache, chance.randrange(12), size)
-                _read(cache, chance.randrange(12), size)
-                if chance.random() < 0.1:
-                    cache.discard(_key(chance.randrange(12)))
-        finally:
-            stop.set()
-
-    run_threads(9, work)
-    assert 0 < seen[0] <= copies * size
-    assert cache.stats().resident_bytes == _bytes_on_disk(cache.root)
-    assert not list(cache.root.glob("*/*.part"))
-    check(cache)
-
-
 def _hammer(root: Path, budget: int, seed: int, results: Connection) -> None:
-    """Write, read and discard copies of three sizes, once told to; then send the counters."""
-    cache, chance = DiskCache(root, budget), random.Random(seed)
-    results.send("started")
+    """Have two threads write, read and discard copies of three sizes, once told to; then send the counters."""
+    cache = DiskCache(root, budget)
     results.recv()
-    for _ in range(500):
-        number = chance.randrange(36)
-        size = SIZE * (1 + number % 3)
-        if not _read(cache, number, size):
-            _write(cache, number, size)
-        if chance.random() < 0.05:
-            cache.discard(_key(chance.randrange(36)))
-        if chance.random() < 0.01:
-            cache.evict(_key(chance.randrange(36)).digest)
+
+    def work(number: int) -> None:
+        chance = random.Random(2 * seed + number)
+        for _ in range(250):
+            number = chance.randrange(36)
+            size = SIZE * (1 + number % 3)
+            if not _read(cache, number, size):
+                _write(cache, number, size)
+            if chance.random() < 0.05:
+                cache.discard(_key(chance.randrange(36)))
+            if chance.random() < 0.01:
+                cache.evict(_key(chance.randrange(36)).digest)
+
+    run_threads(2, work)
     results.send(cache.stats())
 
 
-@contextmanager
-def _hammering(root: Path, budget: int, processes: int) -> Iterator[list[Connection]]:
-    """Let processes hammer; what still runs at the end is killed."""
-    ends, running = [], []
+def test_threads_of_several_processes_keep_one_budget_and_exact_counters(tmp_path):
+    root, budget, most = tmp_path / "cache", 24 * SIZE, 0  # the 36 copies are 72
+    watching, pipes = DiskCache(root, budget), [FORK.Pipe() for _ in range(3)]
+    ends = [ours for ours, _ in pipes]
+    processes = [FORK.Process(target=_hammer, args=(root, budget, seed, pipes[seed][1])) for seed in range(3)]
     try:
-        for seed in range(processes):
-            ours, theirs = SPAWN.Pipe()
-            process = SPAWN.Process(target=_hammer, args=(root, budget, seed, theirs))
+        for process in processes:
             process.start()
-            ends.append(ours)
-            running.append(process)
-        for end in ends:
-            assert end.poll(60)
-            assert end.recv() == "started"
         for end in ends:
             end.send("go")
-        yield ends
-    finally:
-        for process in running:
-            process.kill()
-            process.join()
-
-
-def test_several_processes_keep_one_budget_and_exact_counters(tmp_path):
-    root, budget, most = tmp_path / "cache", 24 * SIZE, 0  # the 36 copies are 72
-    watching = DiskCache(root, budget)
-    with _hammering(root, budget, 3) as ends:
         while not all(end.poll() for end in ends):
-            with _locked(root):
+            with _locked(root):  # nothing is renamed while this counts
                 most = max(most, _bytes_on_disk(root))
+            assert watching.stats().resident_bytes <= budget
             time.sleep(0.001)
         stats = [end.recv() for end in ends]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
     assert 20 * SIZE < most <= budget
     assert all(one.hits > 50 and one.promoted > 50 and one.evicted > 20 for one in stats), stats
     assert sum(one.promoted - one.evicted - one.discarded for one in stats) == len(_held(root))
-    assert watching.stats().resident == len(_held(root))
+    assert (watching.stats().resident, watching.stats().resident_bytes) == (len(_held(root)), _bytes_on_disk(root))
+    assert not list(root.glob("*/*.part"))
+    check(watching)
 
 
 @pytest.mark.parametrize("moment", ["rename", "unlink", "pwrite"])
 @pytest.mark.parametrize("after", [False, True])
 def test_a_process_killed_between_a_change_and_its_count_counts_too_much_and_never_too_little(tmp_path, moment, after):
     root = _filled(tmp_path / "cache", 3, 3 * SIZE).root
-    child = SPAWN.Process(target=_die_at, args=(root, moment, after))
+    child = FORK.Process(target=_die_at, args=(root, moment, after))
     child.start()
     child.join(60)
     assert child.exitcode == -signal.SIGKILL
@@ -256,19 +207,18 @@ def test_what_a_dead_writer_left_goes_after_a_while(tmp_path):
 
 def test_the_cartridge_that_was_used_least_recently_goes_first_and_its_last_chunk_first_of_all(tmp_path):
     clock = Clock()
-    root = DiskCache(tmp_path / "cache", 1 << 20, clock=clock).root
-    cache = DiskCache(root, 6 * SIZE, clock=clock)
-    for number in (0, 1, 20, 21, 40, 41):
+    cache = DiskCache(tmp_path / "cache", 6 * SIZE, clock=clock)
+
+    def write(number: int) -> list[int]:
         clock.now += MINUTE
         _write(cache, number)
+        return [n for n in _held(cache.root) if n % 20 < 2]
+
+    for number in (0, 1, 20, 21, 40, 41):
+        write(number)
     clock.now += MINUTE
     assert _read(cache, 0)
-    held = []
-    for number in (2, 3, 4):
-        clock.now += MINUTE
-        _write(cache, number)
-        held.append([n for n in _held(root) if n % 20 < 2])
-    assert held == [[0, 1, 20, 21, 40], [0, 1, 20, 40], [0, 20, 40]]
+    assert list(map(write, (2, 3, 4))) == [[0, 1, 20, 21, 40], [0, 1, 20, 40], [0, 20, 40]]
     check(cache)
 
 
@@ -376,18 +326,14 @@ def test_nothing_is_read_written_or_removed_through_a_link(tmp_path, name):
     (cache.root / name).rename(outside)
     (cache.root / name).symlink_to(outside)
 
-    def content() -> dict[Path, bytes]:
-        return {path: path.read_bytes() for path in (outside, *outside.glob("*")) if path.is_file()}
-
-    before = content()
-    assert before
+    before = files_under(outside) or outside.read_bytes()
     assert _read(cache, 0) == (name != _key(0).digest)
     for number in (5, 1, 2, 3):
         _write(cache, number)
     cache.discard(_key(0))
     cache.evict(_key(0).digest)
     DiskCache(cache.root, 1)
-    assert content() == before
+    assert (files_under(outside) or outside.read_bytes()) == before
 
 
 def test_a_pipe_in_place_of_a_copy_is_a_miss_and_holds_up_nobody(tmp_path):
@@ -399,21 +345,16 @@ def test_a_pipe_in_place_of_a_copy_is_a_miss_and_holds_up_nobody(tmp_path):
 
 @pytest.mark.parametrize("digest", ["../outside", "..", "", "partial", "AB" * 32, "ab" * 31, "ab" * 32 + "\n", "/tmp"])
 def test_a_digest_that_is_none_leads_nowhere(tmp_path, digest):
-    cache, outside = _filled(tmp_path / "cache", 1), tmp_path / "outside"
-    places = [outside, tmp_path, cache.root, cache.root / "partial"]
-    outside.mkdir()
-    places[-1].mkdir()
-    for place in places:
+    cache = _filled(tmp_path / "cache", 1)
+    for place in (tmp_path / "outside", tmp_path, cache.root, cache.root / "partial"):
+        place.mkdir(exist_ok=True)
         (place / "0-0-2.bin").write_bytes(_data(0))
-    before = sorted(cache.root.rglob("*"))
-    key = CopyKey(digest, 0, 0, 2)
+    before, key = files_under(tmp_path), CopyKey(digest, 0, 0, 2)
     assert not cache.read_into(key, memoryview(bytearray(SIZE)))
     cache.write(key, memoryview(_data(1)))
     cache.discard(key)
     assert cache.evict(digest) == 0
-    assert sorted(cache.root.rglob("*")) == before
-    assert cache.stats().promoted == 1
-    assert all((place / "0-0-2.bin").read_bytes() == _data(0) for place in places)
+    assert (files_under(tmp_path), cache.stats().promoted) == (before, 1)
 
 
 # Directories that cannot be written.
@@ -486,21 +427,23 @@ class DiskMachine(RuleBasedStateMachine):
 
     @initialize(copies=st.integers(1, 8))
     def open(self, copies: int) -> None:
-        self.place, self.clock, self.budget = Path(tempfile.mkdtemp()), Clock(), copies * SIZE
-        self.cache = DiskCache(self.place / "cache", self.budget, clock=self.clock)
+        self.place, self.clock = Path(tempfile.mkdtemp()), Clock()
         self.held: dict[int, int] = {}
-        self.hits = self.misses = self.read_bytes = 0
+        self.reopen(copies)
 
     def _size(self, number: int) -> int:
         return SIZE * (1 + number % 2)
+
+    def _shrink(self, to: int) -> None:
+        while sum(self.held.values()) > to:
+            del self.held[next(iter(self.held))]
 
     @rule(number=NUMBERS)
     def write(self, number: int) -> None:
         size = self._size(number)
         _write(self.cache, number, size)
         if size <= self.budget:
-            while sum(self.held.values()) + size > self.budget:  # for both, until the new one is whole
-                del self.held[next(iter(self.held))]
+            self._shrink(self.budget - size)  # for both, until the new one is whole
             self.held.pop(number, None)
             self.held[number] = size
 
@@ -510,9 +453,7 @@ class DiskMachine(RuleBasedStateMachine):
         assert hit == (number in self.held)
         if hit:
             self.held[number] = self.held.pop(number)
-            self.read_bytes += self.held[number]
-        self.hits += hit
-        self.misses += not hit
+        self.asked += Counter(hits=hit, misses=not hit, read_bytes=self._size(number) * hit)
 
     @rule(number=NUMBERS)
     def discard(self, number: int) -> None:
@@ -521,9 +462,8 @@ class DiskMachine(RuleBasedStateMachine):
 
     @rule(number=NUMBERS)
     def evict(self, number: int) -> None:
-        mine = {n for n in self.held if _key(n).digest == _key(number).digest}
-        assert self.cache.evict(_key(number).digest) == len(mine)
-        self.held = {n: size for n, size in self.held.items() if n not in mine}
+        assert self.cache.evict(_key(number).digest) == (number in self.held)
+        self.held.pop(number, None)
 
     @rule()
     def delete_all(self) -> None:
@@ -538,17 +478,16 @@ class DiskMachine(RuleBasedStateMachine):
     @rule(copies=st.integers(1, 8))
     def reopen(self, copies: int) -> None:
         self.budget = copies * SIZE
-        self.cache = DiskCache(self.cache.root, self.budget, clock=self.clock)
-        while sum(self.held.values()) > self.budget:
-            del self.held[next(iter(self.held))]
-        self.hits = self.misses = self.read_bytes = 0
+        self.cache = DiskCache(self.place / "cache", self.budget, clock=self.clock)
+        self._shrink(self.budget)
+        self.asked = Counter[str]()
 
     @invariant()
     def holds(self) -> None:
         self.clock.now += MINUTE
         assert _held(self.cache.root) == sorted(self.held)
         stats = self.cache.stats()
-        assert (stats.hits, stats.misses, stats.read_bytes) == (self.hits, self.misses, self.read_bytes)
+        assert all(self.asked[name] == getattr(stats, name) for name in ("hits", "misses", "read_bytes"))
         assert _bytes_on_disk(self.cache.root) == sum(self.held.values()) <= self.budget == stats.budget_bytes
         if (self.cache.root / "lock").exists() or not self.cache.root.exists():
             assert (stats.resident, stats.resident_bytes) == (len(self.held), sum(self.held.values()))
