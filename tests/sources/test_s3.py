@@ -47,29 +47,18 @@ def test_a_location_with_anything_to_resolve_is_malformed(location):
 
 
 @pytest.mark.parametrize(
-    ("location", "bucket", "key"),
-    [
-        ("s3://bucket/key", "bucket", "key"), ("s3://b-1.x_y/a/b c/d", "b-1.x_y", "a/b c/d"),
-        ("s3://bucket/é/...", "bucket", "é/..."), ("s3://bucket/s3:/x", "bucket", "s3:/x"),
-    ],
-)  # fmt: skip
-def test_bucket_and_key_are_what_is_written(location, bucket, key):
-    assert parse(location) == (bucket, key)
-
-
-@pytest.mark.parametrize(
     ("location", "buckets", "expected"),
     [
         ("s3://bucket/pre/a", ["bucket/pre"], True), ("s3://bucket/prefix2", ["bucket/pre", "bucket/prefix"], False),
-        ("s3://bucket/pre/a", ["bucket/pre/"], True), ("s3://bucket/a", ["x", "bucket"], True),
-        ("s3://bucket/a", [""], False), ("s3://bucket/a", ["/"], False),
+        ("s3://bucket/pre/a", ["bucket/pre/"], True), ("s3://b-1.x_y/é/...", ["x", "b-1.x_y"], True),
+        ("s3://bucket/a", ["", "/"], False),
     ],
 )  # fmt: skip
 def test_a_location_is_allowed_under_its_bucket_or_prefix_only(location, buckets, expected):
     assert allowed(location, buckets) is expected
 
 
-@settings(max_examples=3000, deadline=None)
+@settings(max_examples=1000, deadline=None)
 @given(LOCATIONS, BUCKETS)
 @example("s3://bucket/pre/../other", ["bucket/pre"])
 def test_no_spelling_leaves_what_is_allowed(location, buckets):
@@ -79,24 +68,24 @@ def test_no_spelling_leaves_what_is_allowed(location, buckets):
     # What the server is asked for, `bucket/key/file`, begins with an allowed root, literally and at a border.
     asked = f"{bucket}/{key}/manifest.json"
     assert any(asked.startswith(f"{root}/") for root in buckets)
-    assert "/../" not in f"/{asked}/"
-    assert "/./" not in f"/{asked}/"
-    assert "//" not in asked
-    assert "%" not in asked
+    assert not {"", ".", ".."} & set(asked.split("/")) and "%" not in asked
 
 
-@settings(max_examples=3000, deadline=None)
+@settings(max_examples=1000, deadline=None)
 @given(LOCATIONS)
 def test_parsing_loses_nothing_or_refuses(location):
     try:
         bucket, key = parse(location)
     except MalformedLocation:
         return
-    assert f"s3://{bucket}/{key}" == location
-    assert "/" not in bucket
-    assert allowed(location, [bucket])
-    assert allowed(location, [f"{bucket}/{key}"])
-    assert not allowed(location, [f"{bucket}/{key}x", f"{bucket}x", f"{bucket}/{key}/x"])
+    assert f"s3://{bucket}/{key}" == location and "/" not in bucket
+    for root, is_allowed in (
+        (bucket, True),
+        (f"{bucket}/{key}", True),
+        (f"{bucket}/{key}x", False),
+        (f"{bucket}x", False),
+    ):
+        assert allowed(location, [root]) is is_allowed
 
 
 @pytest.mark.parametrize("value", ["bucket//a", "bucket/../a", "../a", "s3://bucket", "b", "bucket/%2e"])
@@ -115,45 +104,31 @@ def test_an_endpoint_that_is_none_is_refused_and_its_secrets_not_repeated(url):
     assert "hush" not in "".join(traceback.format_exception(caught.value))
 
 
+@pytest.mark.parametrize("setting", [{"s3_part_bytes": "1KiB"}, {"s3_timeout_s": 0}, {"s3_timeout_s": float("nan")}])
+def test_an_s3_setting_out_of_range_is_refused(setting):
+    with pytest.raises(SettingsError, match=next(iter(setting))):
+        from_mapping(setting)
+
+
 @pytest.mark.parametrize(
-    ("key", "value"),
-    [("s3_connections", 0), ("s3_part_bytes", "1KiB"), ("s3_timeout_s", 0), ("s3_timeout_s", float("nan"))],
-)
-def test_an_s3_setting_out_of_range_is_refused(key, value):
-    with pytest.raises(SettingsError, match=key):
-        from_mapping({key: value})
-
-
-SECRETS = {
-    "wrong secret": {"AWS_SECRET_ACCESS_KEY": "hush-hush"},
-    "wrong key": {"AWS_ACCESS_KEY_ID": "hush-key", "AWS_SECRET_ACCESS_KEY": "hush-hush"},
-    "wrong token": {"AWS_SESSION_TOKEN": "hush-token"},
-    "token that is no header": {"AWS_SESSION_TOKEN": "hush\ntoken"},
-    "key that is no header": {"AWS_ACCESS_KEY_ID": "hush\nkey"},
-}
-
-
-@pytest.mark.parametrize("environment", SECRETS.values(), ids=SECRETS)
-def test_an_error_tells_no_secret(
-    s3_credentials, bucket, environment, monkeypatch,
-    caplog,
-):  # fmt: skip
+    "environment",
+    [
+        {"AWS_ACCESS_KEY_ID": "hush-key", "AWS_SECRET_ACCESS_KEY": "hush-hush"}, {"AWS_SESSION_TOKEN": "hush-token"},
+        {"AWS_SESSION_TOKEN": "hush\ntoken"}, {"AWS_ACCESS_KEY_ID": "hush\nkey"},
+    ],
+)  # fmt: skip
+def test_an_error_tells_no_secret(s3_credentials, bucket, environment, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    source = S3Source(endpoint_url=s3_credentials.endpoint, attempts=2, backoff_s=0.01)
-    told = []
-    for call in (
-        lambda: source.read_into(f"s3://{bucket}/a", "f", ByteRange(0, 1), memoryview(bytearray(1))),
-        lambda: source.read(f"s3://{bucket}/a", "f", 10),
-        lambda: source.size(f"s3://{bucket}/a", "f"),
-    ):
+    source, told = S3Source(endpoint_url=s3_credentials.endpoint, attempts=2, backoff_s=0.01), ""
+    for call, *rest in (("read_into", ByteRange(0, 1), memoryview(bytearray(1))), ("read", 10), ("size",)):
         with pytest.raises(SourceError, match=f"s3://{bucket}/a/f at {s3_credentials.endpoint}") as caught:
-            call()
-        told.append("".join(traceback.format_exception(caught.value)))
+            getattr(source, call)(f"s3://{bucket}/a", "f", *rest)
+        told += "".join(traceback.format_exception(caught.value))
     source.close()
-    assert "hush" not in "".join(told) + caplog.text
-    assert "Signature=" not in "".join(told) + caplog.text
+    told += caplog.text
+    assert "hush" not in told and "Signature=" not in told
 
 
 def test_no_credentials_at_all_are_told_as_that(s3_credentials, bucket, monkeypatch):

@@ -6,6 +6,8 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 from faulty_proxy import (
@@ -69,18 +71,16 @@ def _read(source: S3Source, location: str, start: int = 0, end: int = SIZE) -> b
 
 
 PASSING = {
-    "500": status(500), "503": status(503, "SlowDown"), "429": status(429, "TooManyRequests"), "reset": reset,
-    "cut": cut(1000), "truncated": truncated(PART // 2), "empty": truncated(0), "cut late": cut(PART - 1),
+    "503": status(503, "SlowDown"), "429": status(429, "TooManyRequests"), "reset": reset, "cut": cut(1000),
+    "truncated": truncated(PART // 2), "empty": truncated(0), "cut late": cut(PART - 1),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", PASSING.values(), ids=PASSING)
 def test_a_fault_that_passes_is_not_noticed(proxy, source, location, fault):
-    proxy.faults = [fault] * 6
-    assert _read(source, location) == CONTENT
-    proxy.faults = [fault] * 6
-    assert source.read(location, "payload", SIZE).data == CONTENT
-    assert proxy.faults == []
+    for read in (lambda: _read(source, location), lambda: source.read(location, "payload", SIZE).data):
+        proxy.faults = [fault] * 3
+        assert (read(), proxy.faults) == (CONTENT, [])
 
 
 @both
@@ -96,19 +96,14 @@ def test_progress_makes_a_failure_the_first_again(proxy, source, location):
     assert _read(source, location, 0, PART) == CONTENT[:PART]
 
 
-LASTING = PASSING | {"truncated": truncated(0), "cut": cut(0)}
-del LASTING["cut late"]
-
-
-@pytest.mark.parametrize("fault", LASTING.values(), ids=LASTING)
+@pytest.mark.parametrize("fault", [status(500), reset, truncated(0)], ids=["500", "reset", "empty"])
 def test_a_fault_that_lasts_is_an_error_after_some_tries(proxy, source, location, fault):
     proxy.always = fault
     for read in (lambda: _read(source, location, 0, PART), lambda: source.read(location, "payload", SIZE)):
         proxy.requests.clear()
         with pytest.raises(SourceError, match=rf"{location}/payload at {proxy.endpoint}: .*; tried 8 times") as caught:
             read()
-        assert type(caught.value) is SourceError
-        assert len(proxy.requests) == 8
+        assert (type(caught.value), len(proxy.requests)) == (SourceError, 8)
 
 
 @pytest.mark.parametrize(
@@ -126,29 +121,24 @@ def test_an_answer_that_stays_the_same_is_not_asked_for_again(proxy, source, loc
     assert len(proxy.requests) == 1
 
 
-SLOW = {
-    "body trickles": trickle(0.05), "headers trickle": trickle_headers(0.05), "silence": silence, "500s": status(500),
-}  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("call", "fault"),
-    [("read_into", fault) for fault in SLOW] + [("read", "body trickles"), ("read", "500s"), ("size", "silence")],
-)
+    [
+        ("read_into", trickle(0.05)), ("read_into", trickle_headers(0.05)), ("read_into", silence), ("read_into", status(500)),
+        ("read", trickle(0.05)), ("size", silence),
+    ],
+)  # fmt: skip
 def test_a_read_ends_by_its_deadline_however_slow_the_server(proxy, location, call, fault):
     source = S3Source(endpoint_url=proxy.endpoint, part_bytes=PART, connections=4, attempts=10**6, timeout_s=1)
-    proxy.always = SLOW[fault]
+    proxy.always = fault
     calls: dict[str, Callable[[], object]] = {
         "read_into": lambda: _read(source, location), "read": lambda: source.read(location, "payload", SIZE),
         "size": lambda: source.size(location, "payload"),
     }  # fmt: skip
-    began = time.monotonic()
-    with pytest.raises(
-        SourceTimeout, match="payload at http.* not read: less than 64 KiB came within s3_timeout_s, 1 s"
-    ) as caught:
+    began, said = time.monotonic(), "payload at http.* not read: less than 64 KiB came within s3_timeout_s, 1 s"
+    with pytest.raises(SourceTimeout, match=said):
         calls[call]()
     assert 0.9 < time.monotonic() - began < SOON_S
-    assert isinstance(caught.value, TimeoutError)
     source.close()
 
 
@@ -156,9 +146,9 @@ def test_reads_that_share_a_slow_link_take_as_long_as_it_needs(proxy, location):
     source = S3Source(endpoint_url=proxy.endpoint, part_bytes=PART, connections=4, attempts=1, timeout_s=5)
     # All four take eight seconds, and one may wait two of them for a part of another.
     proxy.always = Link(1 << 19)
-    got: dict[int, bytes] = {}
-    run_threads(4, lambda number: got.update({number: _read(source, location)}), timeout_s=120)
-    assert set(got.values()) == {CONTENT}
+    got: list[bytes] = []
+    run_threads(4, lambda _: got.append(_read(source, location)), timeout_s=120)
+    assert got == [CONTENT] * 4
     source.close()
 
 
@@ -187,20 +177,19 @@ def test_nothing_is_written_to_a_buffer_after_its_read_ended(proxy, hasty, locat
     assert not any(out)
 
 
+def _is_read(source: S3Source, location: str) -> bool:
+    with suppress(SourceTimeout):
+        return _read(source, location) == CONTENT
+    return False
+
+
 def test_a_source_recovers_once_the_server_does(proxy, hasty, location):
     for fault in (trickle(0.05), silence, trickle_headers(0.05)):
         proxy.always = fault
         with pytest.raises(SourceTimeout):
             _read(hasty, location)
         proxy.always = None
-        for _ in range(20):  # its threads find out at their next byte
-            try:
-                assert _read(hasty, location) == CONTENT
-                break
-            except SourceTimeout:
-                continue
-        else:
-            pytest.fail("it did not recover")
+        until(lambda: _is_read(hasty, location))  # its threads find out at their next byte
 
 
 def test_a_server_that_ignores_ranges_or_sends_others_is_found_out(proxy, source, location):
@@ -234,27 +223,16 @@ def test_no_more_than_its_limit_is_read_of_a_small_file(proxy, location, fault):
 def test_a_server_that_is_killed_and_comes_back_while_it_is_read_is_not_noticed(proxy, s3_server, location):
     source = S3Source(endpoint_url=proxy.endpoint, part_bytes=1 << 16, connections=2)
     proxy.always = trickle(0.01, 8192)
-    got: list[object] = []
-
-    def read() -> None:
+    with ThreadPoolExecutor(1) as threads:
+        reading = threads.submit(_read, source, location)
+        until(lambda: len(proxy.requests) >= 4)
+        s3_server.kill("proxy")
         try:
-            got.append(_read(source, location))
-        except SourceError as error:
-            got.append(error)
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    while len(proxy.requests) < 4:
-        time.sleep(0.01)
-    s3_server.kill("proxy")
-    try:
-        seen = len(proxy.requests)
-        while len(proxy.requests) < seen + 2:  # it notices, and tries again in vain
-            time.sleep(0.01)
-    finally:
-        s3_server.start()
-    reader.join(60)
-    assert got == [CONTENT]
+            seen = len(proxy.requests)
+            until(lambda: len(proxy.requests) >= seen + 2)  # it notices, and tries again in vain
+        finally:
+            s3_server.start()
+        assert reading.result(60) == CONTENT
     source.close()
 
 
