@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from http import HTTPStatus
@@ -20,6 +21,7 @@ from recall.ward import Fact, ask, encode
 from serving import SERVER_ARGS
 from waiting import until
 from wards import MODEL, Asker, Ward, content, margins, patients, prefill, register, sure, write_ward
+from watching import value
 
 from lmcache_cartridge.artifact import reading
 from lmcache_cartridge.cli import top
@@ -690,6 +692,34 @@ class ApiTests:
 
 
 class TestApi(ApiTests):
+    def test_what_requests_did_is_counted_and_told_without_the_key(self, served):
+        ward, where = served.wards["a"], {"tier": "cpu", "rank": "0"}
+
+        def told() -> list[float]:
+            """Return the counts that the workers were asked for after now."""
+            since, text = time.monotonic(), ""
+
+            def is_new() -> bool:
+                nonlocal text
+                text = httpx.get(f"{served.url}/metrics").raise_for_status().text
+                return time.monotonic() - value(text, "status_age_seconds") > since + 0.5
+
+            until(is_new)
+            assert "vllm:request_success_total" in text, "vLLM's own are there too"
+            found = [value(text, name, **where) for name in ("hits_total", "misses_total")]
+            found += [value(text, "requests_total", outcome=outcome) for outcome in ("used", "refused_404")]
+            return [each or 0 for each in found + [value(text, "positions_total"), value(text, "waiting_requests")]]
+
+        served.asker.http.post("/v1/cartridges/a/evict").raise_for_status()
+        before = told()
+        for salt in ("counted cold", "counted hot"):
+            served.asker.complete(ask(ward.facts[0], 0), "a", cache_salt=salt)
+        served.asker.complete("Q: x? A:")
+        assert _status(served.asker.complete, "Q: x? A:", "nope")[0] == 404
+        moved = [now - then for now, then in zip(told(), before, strict=True)]
+        whole = len(ward.ids) // CHUNK
+        assert moved == [whole, whole, 2, 1, 2 * len(ward.ids), 0]
+
     def test_bench_measures_every_way_on_a_real_engine(self, served, tmp_path, monkeypatch):
         monkeypatch.setenv("VLLM_API_KEY", KEY)
         home = str(served.settings.home)
