@@ -1,320 +1,324 @@
-"""What `serve` would run is what a person can run: one YAML, a few variables, one command."""
+"""What `serve` would run is what a person can run: one YAML, a few variables, and a command or two."""
 
 from __future__ import annotations
 
+import ast
 import json
+import os
 import re
 import socket
-from contextlib import nullcontext
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from making import make_artifact
 
 from lmcache_cartridge.cli.demo import SERVER_ARGS
 from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.cli.recall import MODEL_DIR
-from lmcache_cartridge.engine.contract import PUBLISHED
+from lmcache_cartridge.engine.contract import CONTROL, PUBLISHED
 from lmcache_cartridge.errors import SettingsError, UnsupportedEngine
+from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make.checkpoint import outline
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.make.trial import own
-from lmcache_cartridge.serve.launch import CPU_KV_BYTES, Launch, free_port, plan
+from lmcache_cartridge.serve import launch as launching
+from lmcache_cartridge.serve import processes
+from lmcache_cartridge.serve.launch import CPU_KV_BYTES, Launch, free_port, l1_watermark, plan
 from lmcache_cartridge.settings import from_environment, from_extra_config, from_mapping
+
+KEY = "sk-very-secret"
+
+
+@pytest.fixture
+def planned(tmp_path):
+    """Return a function that plans a server of a model `m` by vLLM's options, in words, and what `plan` takes."""
+
+    def planned(given: str = "", *, settings: Any = (), **options: Any) -> Launch:
+        return plan("m", from_mapping({"home": tmp_path, **dict(settings)}), vllm_args=given.split(), **options)
+
+    return planned
+
+
+@pytest.fixture
+def serve(tmp_path, capsys):
+    """Return a function that types `serve m` with such options behind it; it returns the status and what was printed."""
+
+    def serve(given: str, *more: str, model: str = "m") -> tuple[int, str]:
+        status = main(["serve", model, "--home", str(tmp_path / "home"), *given.split(), *more])
+        printed = capsys.readouterr()
+        return status, printed.out + printed.err
+
+    return serve
 
 
 def _option(command: list[str], name: str) -> str:
     return command[command.index(name) + 1]
 
 
-def test_the_yaml_gives_the_settings_back_that_it_was_written_from(tmp_path, monkeypatch):
+def _transfer(command: list[str]) -> dict[str, Any]:
+    return json.loads(_option(command, "--kv-transfer-config"))
+
+
+def test_the_yaml_gives_the_settings_back_that_it_was_written_from(tmp_path, planned, monkeypatch):
     given = {"cpu_bytes": "2GiB", "roots": [str(tmp_path)], "composites": {"all": ["a", "b"]}, "admin": True}
     settings = from_mapping({"home": tmp_path} | given)
-    launch = plan("model", settings, chunk_tokens=64)
+    launch = planned(settings=given, chunk_tokens=64)
     config = yaml.safe_load(launch.yaml)
     assert config["chunk_size"] == 64
     assert from_extra_config(config["extra_config"]) == settings
     launch.write()
     monkeypatch.setenv("LMCACHE_CONFIG_FILE", launch.environment["LMCACHE_CONFIG_FILE"])
     assert from_environment() == settings, "as processes without LMCache read them"
-    assert plan("model", from_mapping({"home": tmp_path})).yaml_path != launch.yaml_path, "others have another file"
+    assert planned().yaml_path != launch.yaml_path, "others have another file"
 
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
-def test_the_command_names_connector_and_policy(tmp_path, policy):
-    command = plan("model", from_mapping({"home": tmp_path}), on_load_failure=policy, vllm_args=["--port", "1"]).command
-    transfer = json.loads(_option(command, "--kv-transfer-config"))
+def test_the_command_names_connector_and_policy(planned, policy):
+    launch = planned("--port 1", on_load_failure=policy)
+    transfer = _transfer(launch.command)
     assert transfer["kv_connector"] == "CartridgeConnector"
     assert (transfer["kv_role"], transfer["kv_load_failure_policy"]) == ("kv_consumer", policy)
-    assert command[-2:] == ["--port", "1"]
+    assert launch.command[-2:] == ["--port", "1"]
+    assert (launch.lmcache, launch.program) == (None, launch.command)
 
 
 @pytest.mark.parametrize(
     ("l1_bytes", "given", "role", "local_cpu", "size"),
     [
-        (0, None, "kv_consumer", False, 0.1), (4 << 30, None, "kv_both", True, 4), (64 << 20, None, "kv_both", True, 0.1),
+        (0, "", "kv_consumer", False, 0.1), (4 << 30, "", "kv_both", True, 4), (64 << 20, "", "kv_both", True, 0.1),
         (0, "kv_both", "kv_both", False, 0.1), (1 << 30, "kv_consumer", "kv_consumer", True, 1),
     ],
 )  # fmt: skip
-def test_lmcache_saves_in_process_in_the_memory_that_is_asked_for(tmp_path, l1_bytes, given, role, local_cpu, size):
-    args = [] if given is None else ["--kv-transfer-config", json.dumps({"kv_role": given})]
-    launch = plan("m", from_mapping({"home": tmp_path}), l1_bytes=l1_bytes, vllm_args=args)
-    assert json.loads(_option(launch.command, "--kv-transfer-config"))["kv_role"] == role
+def test_lmcache_saves_in_process_in_the_memory_that_is_asked_for(planned, l1_bytes, given, role, local_cpu, size):
+    launch = planned(f"--kv-transfer-config.kv_role {given}" * bool(given), l1_bytes=l1_bytes)
+    assert _transfer(launch.command)["kv_role"] == role
     config = yaml.safe_load(launch.yaml)
     assert (config["local_cpu"], config["max_local_cpu_size"]) == (local_cpu, size)
     assert "retrieve_locations" not in config
 
 
-def test_a_kv_cache_size_is_added_on_cpu_unless_the_user_names_one(tmp_path):
-    settings = from_mapping({"home": tmp_path})
-    assert _option(plan("m", settings).command, "--kv-cache-memory-bytes") == str(CPU_KV_BYTES)
-    own = plan("m", settings, vllm_args=["--kv-cache-memory-bytes", "7"]).command
-    assert own.count("--kv-cache-memory-bytes") == 1
+def test_a_kv_cache_size_is_added_on_cpu_unless_the_user_names_one(planned):
+    assert _option(planned().command, "--kv-cache-memory-bytes") == str(CPU_KV_BYTES)
+    assert planned("--kv-cache-memory-bytes 7").command.count("--kv-cache-memory-bytes") == 1
 
 
 @pytest.mark.parametrize(
     ("allowed", "then"), [("x", "x,cartridges"), ("", "cartridges"), ("cartridges,x", "cartridges,x")]
 )
-def test_other_vllm_plugins_stay_allowed(tmp_path, monkeypatch, allowed, then):
+def test_other_vllm_plugins_stay_allowed(planned, monkeypatch, allowed, then):
     monkeypatch.setenv("VLLM_PLUGINS", allowed)
-    assert plan("m", from_mapping({"home": tmp_path})).environment["VLLM_PLUGINS"] == then
+    assert planned().environment["VLLM_PLUGINS"] == then
 
 
-def test_without_an_allow_list_every_plugin_that_vllm_would_load_stays_allowed(tmp_path, monkeypatch):
+def test_without_an_allow_list_every_plugin_that_vllm_would_load_stays_allowed(tmp_path, planned, monkeypatch):
     installed = tmp_path / "other-1.0.dist-info"
     installed.mkdir()
     (installed / "METADATA").write_text("Name: other\nVersion: 1.0\n")
-    groups = ("vllm.platform_plugins", "vllm.general_plugins", "vllm.stat_logger_plugins", "vllm.io_processor_plugins",
-              "vllm.endpoint_plugins", "console_scripts")  # fmt: skip
-    entries = "".join(f"[{group}]\n{group.removeprefix('vllm.')}-of-others = os:getcwd\n" for group in groups)
-    (installed / "entry_points.txt").write_text(entries)
+    groups = ("vllm.platform_plugins", "vllm.general_plugins", "vllm.endpoint_plugins", "console_scripts")
+    (installed / "entry_points.txt").write_text("".join(f"[{group}]\nof-{group} = os:getcwd\n" for group in groups))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
-    names = plan("m", from_mapping({"home": tmp_path})).environment["VLLM_PLUGINS"].split(",")
-    assert {f"{group.removeprefix('vllm.')}-of-others" for group in groups[:4]} <= set(names)
+    names = planned().environment["VLLM_PLUGINS"].split(",")
+    found = [f"of-{group}" in names for group in groups]
+    assert found == [True, True, False, False], "routes must be named by a person"
     assert "cartridges" in names
-    assert not {"endpoint_plugins-of-others", "console_scripts-of-others"} & set(names), (
-        "routes must be named by a person"
-    )
-
-
-KEY = "sk-very-secret"
-
-
-@pytest.mark.parametrize("given", [["--api-key", KEY], [f"--api-key={KEY}"], ["--api_key", KEY], ["--api-key", KEY, KEY + "2"],
-                                   ["--api-k", KEY], ["--hf-token", KEY], ["--hf_token=" + KEY]])  # fmt: skip
-@pytest.mark.parametrize("mode", ["in-process", "multiprocess"])
-def test_no_secret_is_printed(tmp_path, capsys, given, mode):
-    assert main(["serve", "m", "--home", str(tmp_path), "--mode", mode, "--print", *given, "--port", "1"]) == 0
-    printed = capsys.readouterr().out
-    assert KEY not in printed
-    assert "***" in printed
-    assert "--port 1" in printed
-
-
-def test_the_key_is_no_argument_of_any_process(tmp_path):
-    settings = from_mapping({"home": tmp_path})
-    for mode in ("in-process", "multiprocess"):
-        launch = plan("m", settings, mode=mode, vllm_args=["--port", "1", f"--api-key={KEY}", "--seed", "2"])
-        assert KEY not in " ".join(launch.program)
-        assert launch.environment["VLLM_API_KEY"] == KEY
-        assert launch.command[-4:] == ["--port", "1", "--seed", "2"]
-    both = plan("m", settings, vllm_args=["--api-key", KEY, "other"])
-    assert both.command[-3:] == ["--api-key", KEY, "other"]
-    assert "VLLM_API_KEY" not in both.environment, "the variable holds one key only"
-
-
-REFUSED = {
-    "-dcp=2": "context", "--prefill-context-parallel-size 2": "context",
-    '--speculative-config {"method":"eagle"}': "by eagle: other methods", "--speculative-config.method mtp": "by mtp",
-    "-sc {}": "by no method", "--spec-model x": "by no method", "--spec-method eagle3": "suffix, draft_model",
-    "--kv-cache-dtype fp8_per_token_head": "use one of fp8, fp8_e4m3, fp8_e5m2", "--kv_cache_dtype=nvfp4": "quantised",
-    "--data-parallel-size 2": "--mode multiprocess", "-dp 2": "--mode multiprocess", "-dp=2": "second engine",
-    "--kv-offloading-size 4": "another connector",
-    '--kv-transfer-config {"kv_connector":"NixlConnector"}': "kv_connector 'NixlConnector'",
-    '--kv-transfer-config {"kv_role":"kv_producer"}': "kv_role 'kv_producer'",
-    "--kv-transfer-config.kv_role kv_producer": "kv_role",
-    '--kv-transfer-config {"kv_connector_module_path":"x"}': "leave it out", "--kv-transfer-config [1]": "JSON object",
-    "--kv-transfer-config {": "kv-transfer-config",
-    '--kv-transfer-config {"kv_connector_extra_config":{"lmcache.max_tokens_per_load":512}}': "in the middle",
-    '--kv-transfer-config {"kv_connector_extra_config":{"use_native":true}}': "older LMCache",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("given", REFUSED)
-def test_what_does_not_go_with_cartridges_is_refused_before_anything_is_started(tmp_path, capsys, given):
-    words = ["--mode", "in-process", *given.split(" "), "--port", "1"]
-    assert main(["serve", "m", "--home", str(tmp_path), *words]) == 1
-    error = capsys.readouterr().err
-    assert re.search(REFUSED[given], error), error
-    assert error.count("\n") == 1, "one line"
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
     "given",
-    ["-pp 2", "--data-parallel-size=1", "--kv-cache-dtype auto", "-tp 2", "--enable-lora",
+    [f"--api-key {KEY}", f"--api-key={KEY}", f"--api_key {KEY}", f"--api-key {KEY} {KEY}2", f"--api-k {KEY}", f"--hf_token={KEY}"],
+)  # fmt: skip
+def test_no_secret_is_printed(serve, given):
+    status, printed = serve(f"--print {given} --port 1")
+    assert (status, KEY in printed, "***" in printed, "--port 1" in printed) == (0, False, True, True)
+
+
+@pytest.mark.parametrize("mode", ["in-process", "multiprocess"])
+def test_the_key_is_no_argument_of_any_process(planned, mode):
+    launch = planned(f"--port 1 --api-key={KEY} --seed 2", mode=mode)
+    assert KEY not in " ".join(launch.program)
+    assert launch.environment["VLLM_API_KEY"] == KEY
+    assert launch.command[-4:] == ["--port", "1", "--seed", "2"]
+    both = planned(f"--api-key {KEY} other", mode=mode)
+    assert both.command[-3:] == ["--api-key", KEY, "other"]
+    assert "VLLM_API_KEY" not in both.environment, "the variable holds one key only"
+
+
+def test_serve_becomes_a_program_in_whose_arguments_and_output_no_secret_is(serve, monkeypatch):
+    became: list[Any] = []
+    monkeypatch.setattr(os, "execvpe", lambda *words: became.append(words))
+    other = json.dumps({"type": "s3", "aws_secret_access_key": KEY})
+    words = f"--mode multiprocess --port 1 --hf-token {KEY}"
+    printed = ""
+    for form in ("text", "json"):
+        printed += serve(words, "--format", form, "--l2-adapter", other)[1]
+        with monkeypatch.context() as patched:
+            patched.setenv(processes.L2_ADAPTERS, json.dumps([other]))
+            printed += serve(words, "--format", form)[1]
+    assert KEY not in printed and printed.count("***") >= 4
+    assert len(became) == 4
+    for program, arguments, environment in became:
+        assert program == arguments[0] == sys.executable and "lmcache_cartridge.serve.processes" in arguments
+        assert KEY not in " ".join(arguments)
+        assert (environment["HF_TOKEN"], environment[processes.L2_ADAPTERS]) == (KEY, json.dumps([other]))
+
+
+REFUSED = {
+    **{f"--mode in-process {given}": told for given, told in {
+        "-dcp=2": "context", '--speculative-config {"method":"eagle"}': "by eagle: other methods",
+        "--speculative-config.method mtp": "by mtp", "-sc {}": "by no method", "--spec-model x": "by no method",
+        "--spec-method eagle3": "suffix, draft_model", "--kv_cache_dtype=nvfp4": "quantised",
+        "-dp=2": "serve --mode multiprocess", "--data-parallel-size 2": "second engine",
+        "--l2-adapter {}": "give --mode multiprocess", "-pp 2 --l1-bytes 1GiB": "another could not load",
+        "--kv-offloading-size 4": "another connector",
+        '--kv-transfer-config {"kv_connector":"NixlConnector"}': "kv_connector 'NixlConnector'",
+        '--kv-transfer-config {"kv_role":"kv_producer"}': "kv_role 'kv_producer'",
+        "--kv-transfer-config.kv_role kv_producer": "kv_role",
+        '--kv-transfer-config {"kv_connector_module_path":"x"}': "leave it out",
+        "--kv-transfer-config [1]": "JSON object", "--kv-transfer-config {": "kv-transfer-config",
+        '--kv-transfer-config {"kv_connector_extra_config":{"use_native":true}}': "older LMCache",
+        '--set contexts=true --kv-transfer-config {"kv_role":"kv_both"}': "setting contexts: .*give --l1-bytes",
+        "--set contexts=true --l1-bytes 1GiB --kv-cache-dtype fp8": "setting contexts: .*caches KV in fp8",
+    }.items()},
+    **{f"--mode multiprocess {given}": told for given, told in {
+        "--enable_sleep_mode": "keeps handles .*serve in-process", "--set device_bytes=1GiB": "give --mode in-process",
+        "--chunk-size 100": "or --mode in-process", '--kv-transfer-config {"kv_role":"kv_producer"}': "kv_producer",
+        '--kv-transfer-config {"kv_connector_extra_config":{"lmcache.mp.port":1}}': "lmcache.mp.port",
+        "--set contexts=true -dp 2": "setting contexts: .*remove data", "--l1-bytes 1mile": "--l1-bytes",
+        "--set contexts=true -pp 2": "setting contexts: .*use one stage",
+    }.items()},
+    "-dp 2 --enable-sleep-mode": "data parallelism",
+    "--set contexts=true": r"contexts need LMCache's saving \(--l1-bytes\)",
+    "--set contexts=true --l1-bytes 1GiB --no-save": r"contexts need LMCache's saving \(--l1-bytes\)",
+    "--home /x --set home=/x": "home", "--library /x --set library=/x": "library",
+    "--set on_mis=document": "on_mis: no such setting",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("given", REFUSED)
+def test_what_does_not_go_with_cartridges_is_refused_in_a_line_before_anything_is_started(tmp_path, serve, given):
+    status, said = serve(f"{given} --port 1")
+    assert status == 1
+    assert re.search(REFUSED[given], said), said
+    assert said.count("\n") == 1, "one line"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_options_before_the_model_are_said_to_stand_behind_it(serve):
+    assert serve("m", model="--port") == (
+        1,
+        "lmcache-cartridge: --port: name the model first, and vLLM's options behind it\n",
+    )
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["-pp 2", "--data-parallel-size=1", "--kv-cache-dtype auto", "-tp 2", "--enable-lora", "--seed -1",
      "--kv-cache-dtype fp8_e5m2", "--enable-sleep-mode",
      '--speculative-config {"method":"ngram"}', "--speculative-config.method suffix", "-sc.method=draft_model",
      "--spec-method ngram",
-     '--kv-transfer-config {"kv_connector":"LMCacheConnectorV1","kv_role":"kv_consumer"}', "--seed -1",
-     f'--kv-transfer-config {{"kv_connector":"CartridgeConnector","kv_connector_module_path":"{PUBLISHED}"}}'],
+     '--kv-transfer-config {"kv_connector":"LMCacheConnectorV1","kv_role":"kv_consumer"}',
+     f'--kv-transfer-config {{"kv_connector":"CartridgeConnector","kv_connector_module_path":"{PUBLISHED}"}}',
+     "-tp 2 --set contexts=true --l1-bytes 1GiB", "--mode multiprocess --set contexts=true", "--mode multiprocess -dp 2",
+     "--mode multiprocess -pp 2 --l1-bytes 1GiB"],
 )  # fmt: skip
-def test_what_goes_with_cartridges_passes(tmp_path, given):
-    plan("m", from_mapping({"home": tmp_path}), vllm_args=given.split(" "))
+def test_what_goes_with_cartridges_passes(serve, given):
+    mode = "" if "--mode" in given else "--mode in-process "
+    assert serve(f"{mode}--print {given}")[0] == 0
 
 
-@pytest.mark.parametrize(
-    ("mode", "given", "l1_bytes", "reason"),
-    [
-        ("multiprocess", "-dp 2", 0, None),
-        ("multiprocess", "--enable-lora", 0, None),
-        ("multiprocess", "-pp 2", 1 << 30, None),
-        ("in-process", "-pp 2", 1 << 30, "another could not load"),
-        ("multiprocess", "--enable-sleep-mode", 0, "keeps handles"),
-        ("multiprocess", "--enable_sleep_mode", 0, "keeps handles"),
-    ],
-)
-def test_what_goes_in_one_mode_alone(tmp_path, mode, given, l1_bytes, reason):
-    with pytest.raises(UnsupportedEngine, match=reason) if reason else nullcontext():
-        plan("m", from_mapping({"home": tmp_path}), mode=mode, l1_bytes=l1_bytes, vllm_args=given.split(" "))
+def test_full_and_sliding_layers_have_blocks_of_the_same_kind(planned):
+    option = "--disable-hybrid-kv-cache-manager"
+    assert option not in planned().command, "vLLM does so for our connector in-process"
+    for given in ("", option):
+        assert planned(given, mode="multiprocess").command.count(option) == 1
 
 
-@pytest.mark.parametrize(
-    ("mode", "given", "l1_bytes", "reason"),
-    [
-        ("in-process", "", 1 << 30, None), ("multiprocess", "", 0, None), ("in-process", "-tp 2", 1 << 30, None),
-        ("in-process", '--kv-transfer-config {"kv_role":"kv_both"}', 0, "give --l1-bytes"),
-        ("multiprocess", "-dp 2", 0, "remove data parallelism"), ("multiprocess", "-pp 2", 0, "use one stage"),
-        ("in-process", "--kv-cache-dtype fp8", 1 << 30, "caches KV in fp8"),
-    ],
-)  # fmt: skip
-def test_contexts_are_refused_before_a_model_is_loaded(tmp_path, mode, given, l1_bytes, reason):
-    how: Any = {"mode": mode, "l1_bytes": l1_bytes, "vllm_args": given.split()}
-    with pytest.raises(UnsupportedEngine, match=f"setting contexts: .*{reason}") if reason else nullcontext():
-        plan("m", from_mapping({"home": tmp_path, "contexts": True}), **how)
-    plan("m", from_mapping({"home": tmp_path}), **how)
+def test_a_config_file_of_vllms_is_read_too(tmp_path, planned):
+    file = tmp_path / "vllm.yaml"
 
-
-def test_full_and_sliding_layers_have_blocks_of_the_same_kind(tmp_path):
-    settings, option = from_mapping({"home": tmp_path}), "--disable-hybrid-kv-cache-manager"
-    assert option not in plan("m", settings).command, "vLLM does so for our connector in-process"
-    assert plan("m", settings, mode="multiprocess").command.count(option) == 1
-    assert plan("m", settings, mode="multiprocess", vllm_args=[option]).command.count(option) == 1
-
-
-def test_a_config_file_of_vllms_is_read_too(tmp_path):
-    settings, file = from_mapping({"home": tmp_path}), tmp_path / "vllm.yaml"
-    options = ["--config", str(file)]
-    for text, reason in (("prefill_context_parallel_size: 2", "context"),
-                         ("speculative-config:\n  method: eagle", "by eagle")):  # fmt: skip
+    def of(text: str, more: str = "") -> list[str]:
         file.write_text(text)
+        return planned(f"--config {file} {more}").command
+
+    for text, reason in (
+        ("prefill_context_parallel_size: 2", "context"),
+        ("speculative-config:\n  method: eagle", "by eagle"),
+    ):
         with pytest.raises(UnsupportedEngine, match=reason):
-            plan("m", settings, vllm_args=options)
-    file.write_text("decode-context-parallel-size: 2\nenable-lora: true\n")
-    plan("m", settings, vllm_args=[*options, "-dcp", "1"])  # the command line holds over the file
-    file.write_text("kv-transfer-config:\n  kv_connector_extra_config: {mine: 1}\napi-key: [one]\n")
-    launch = plan("m", settings, vllm_args=[*options, "--api-key", KEY])
-    assert json.loads(_option(launch.command, "--kv-transfer-config"))["kv_connector_extra_config"] == {"mine": 1}
-    assert _option(launch.command, "--api-key") == KEY, "a variable would not hold over the file"
-    for wrong in ("", "[1]", ": : :"):
-        file.write_text(wrong)
-        if not wrong:
-            plan("m", settings, vllm_args=options)
-            continue
+            of(text)
+    of("")
+    of("decode-context-parallel-size: 2\nenable-lora: true\n", "-dcp 1")  # the command line holds over the file
+    extra = "kv-transfer-config:\n  kv_connector_extra_config: {mine: 1}\napi-key: [one]\n"
+    command = of(extra, f"--api-key {KEY}")
+    assert _transfer(command)["kv_connector_extra_config"] == {"mine": 1}
+    assert _option(command, "--api-key") == KEY, "a variable would not hold over the file"
+    for wrong in ("[1]", ": : :"):
         with pytest.raises(SettingsError, match="--config"):
-            plan("m", settings, vllm_args=options)
+            of(wrong)
     with pytest.raises(SettingsError, match="--config"):
-        plan("m", settings, vllm_args=["--config", str(tmp_path / "none.yaml")])
+        planned(f"--config {tmp_path}/none.yaml")
 
 
-def test_the_users_own_transfer_configuration_is_merged_into_ours(tmp_path):
-    given = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_consumer", "engine_id": "mine",
-             "kv_connector_extra_config": {"lmcache.x": 1}}  # fmt: skip
-    for mode in ("in-process", "multiprocess"):
-        if mode == "multiprocess":
-            given["kv_connector"] = "LMCacheMPConnector"
-        arguments = ["--kv-transfer-config", json.dumps(given), "--kv-transfer-config.kv_rank", "3", "--port", "1"]
-        command = plan("m", from_mapping({"home": tmp_path}), mode=mode, vllm_args=arguments).command
-        assert [a for a in command if a.startswith("--kv-transfer-config")] == ["--kv-transfer-config"]
-        transfer = json.loads(_option(command, "--kv-transfer-config"))
-        assert transfer["kv_connector_module_path"].startswith("lmcache_cartridge.engine.")
-        assert (transfer["engine_id"], transfer["kv_rank"], transfer["kv_load_failure_policy"]) == ("mine", 3, "fail")
-        assert transfer["kv_connector_extra_config"]["lmcache.x"] == 1
-        assert ("lmcache.mp.port" in transfer["kv_connector_extra_config"]) == (mode == "multiprocess")
-    clash = {"kv_connector_extra_config": {"lmcache.mp.port": 1}}
-    with pytest.raises(UnsupportedEngine, match="lmcache.mp.port"):
-        plan("m", from_mapping({"home": tmp_path}), mode="multiprocess",
-             vllm_args=["--kv-transfer-config", json.dumps(clash)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("mode", "connector"), [("in-process", "LMCacheConnectorV1"), ("multiprocess", "LMCacheMPConnector")]
+)
+def test_the_users_own_transfer_configuration_is_merged_into_ours(planned, mode, connector):
+    given = {"kv_connector": connector, "engine_id": "mine", "kv_connector_extra_config": {"lmcache.x": 1}}
+    words = f"--kv-transfer-config {json.dumps(given, separators=(',', ':'))} --kv-transfer-config.kv_rank 3 --port 1"
+    command = planned(words, mode=mode).command
+    assert [word for word in command if word.startswith("--kv-transfer-config")] == ["--kv-transfer-config"]
+    transfer = _transfer(command)
+    assert transfer["kv_connector_module_path"].startswith("lmcache_cartridge.engine.")
+    assert (transfer["engine_id"], transfer["kv_rank"], transfer["kv_load_failure_policy"]) == ("mine", 3, "fail")
+    extra = transfer["kv_connector_extra_config"]
+    assert (extra["lmcache.x"], "lmcache.mp.port" in extra) == (1, mode == "multiprocess")
 
 
 @pytest.mark.parametrize(
     ("given", "shown"),
     [
         ("", ["cpu_bytes: 1073741824", '"kv_load_failure_policy": "fail"']),
-        ("--on-load-failure recompute", ['"kv_load_failure_policy": "recompute"']),
-        ("--set cpu_bytes=3MiB", ["cpu_bytes: 3145728"]),
-        ('--set on_miss=document --set roots=["/srv"] --max-model-len 77',
-         ['on_miss: "document"', 'roots: ["/srv"]', "--max-model-len 77"]),
+        ('--on-load-failure recompute --set cpu_bytes=3MiB --set on_miss=document --set roots=["/srv"] --max-model-len 77',
+         ['"kv_load_failure_policy": "recompute"', "cpu_bytes: 3145728", 'on_miss: "document"', 'roots: ["/srv"]', "--max-model-len 77"]),
         ("--mode multiprocess --l1-bytes 1GiB --max-model-len 77",
          ["lmcache.cli.main server", "--l1-size-gb 1 ", " &\n", "CartridgeMPConnector", "--max-model-len 77"]),
     ],
 )  # fmt: skip
-def test_serve_prints_what_it_would_run_and_passes_unknown_options_on(tmp_path, capsys, given, shown):
-    assert main(["serve", "m", "--home", str(tmp_path), "--print", *given.split()]) == 0
-    printed = capsys.readouterr().out
-    assert [words for words in shown if words not in printed] == []
+def test_serve_prints_what_it_would_run_and_passes_unknown_options_on(tmp_path, serve, given, shown):
+    status, printed = serve(f"--print {given}")
+    assert (status, [words for words in shown if words not in printed]) == (0, [])
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("given", "told"),
-    [
-        ("serve m --home HOME --home /x --set home=/x", "home"),
-        ("serve m --home HOME --library /x --set library=/x", "library"),
-        ("serve m --home HOME --set on_mis=document", "on_mis: no such setting"),
-        ("serve --port 8000 m --home HOME", "--port: name the model first"),
-        ("serve m --home HOME --mode multiprocess --l1-bytes 1mile", "--l1-bytes"),
-    ],
-)
-def test_what_is_given_twice_or_is_none_is_an_error_that_names_it(tmp_path, capsys, given, told):
-    assert main([*given.replace("HOME", str(tmp_path)).split(), "--print"]) == 1
-    assert told in capsys.readouterr().err
-
-
-def test_what_vllm_would_end_with_late_is_one_line_before_anything_is_started(tmp_path, monkeypatch, capsys):
-    class Started(Exception):
-        pass
-
-    def become(launch: Launch) -> None:
-        raise Started
-
-    monkeypatch.setattr(Launch, "become", become)
-    home = ["--home", str(tmp_path / "home")]
+def test_what_vllm_would_end_with_late_is_one_line_before_anything_is_started(tmp_path, serve):
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        for mode in ("in-process", "multiprocess"):
-            for wrong, told in (
-                ([f"{tmp_path}/none", "--port", str(free_port())], "none: there is no such model"),
-                ([str(tmp_path), "--port", port], f"port {port} is taken; name another by --port"),
-            ):
-                assert main(["serve", *wrong, *home, "--mode", mode]) == 1
-                error = capsys.readouterr().err
-                assert told in error and error.count("\n") == 1
-    assert not (tmp_path / "home").exists()
-    contexts = ["serve", str(tmp_path), "--port", str(free_port()), *home, "--set", "contexts=true"]
-    for wrong in ([], ["--l1-bytes", "1GiB", "--no-save"]):
-        assert main([*contexts, *wrong]) == 1
-        assert capsys.readouterr().err.startswith("lmcache-cartridge: contexts need LMCache's saving (--l1-bytes)")
-    for library in ([], ["--library", str(tmp_path)]):
-        with pytest.raises(Started):
-            main([*contexts, "--l1-bytes", "1GiB", *library])
-        assert "contexts=True" in capsys.readouterr().out
-    for options, is_told in (([], True), (["--enforce-eager"], False)):
-        with pytest.raises(Started):
-            main(["serve", str(tmp_path), "--port", str(free_port()), *home, *options])
-        assert ("compiles it, which takes minutes" in capsys.readouterr().err) == is_told
+        port = taken.getsockname()[1]
+        for model, on, told in (
+            (f"{tmp_path}/none", free_port(), "none: there is no such model"),
+            (str(tmp_path), port, f"port {port} is taken; name another by --port"),
+        ):
+            status, said = serve(f"--port {on}", model=model)
+            assert (status, told in said, said.count("\n")) == (1, True, 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_start_says_which_mode_leads_and_why_and_what_it_will_take(tmp_path, serve, monkeypatch):
+    monkeypatch.setattr(Launch, "become", lambda launch: None)
+    for given, line in (
+        ("", "in-process mode: vLLM has no GPU here"),
+        ("", "compiles it, which takes minutes"),
+        ("-dp 2", "multiprocess mode; in-process would be refused: data parallelism"),
+        ("--mode multiprocess", "m, multiprocess, home="),
+        (f"--set contexts=true --l1-bytes 1GiB --library {tmp_path}", "contexts=True"),
+    ):
+        status, said = serve(f"--port {free_port()} {given}")
+        assert (status, line in said) == (0, True)
+    assert "compiles" not in serve(f"--port {free_port()} --enforce-eager")[1]
 
 
 @pytest.mark.parametrize("is_cpu", [True, False])
@@ -328,14 +332,133 @@ def test_servers_of_our_own_have_cuda_graphs_where_users_have_them(monkeypatch, 
     ("given", "has_gpu", "taken"), [("auto", True, "cuda"), ("auto", False, "cpu"), ("cpu", True, "cpu")]
 )
 def test_who_makes_cartridges_computes_on_the_gpu_where_there_is_one(monkeypatch, given, has_gpu, taken):
-    class Moved(Exception):
-        pass
-
-    def to(model: object, device: torch.device) -> None:
-        raise Moved(str(device))
-
+    moved: list[str] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     monkeypatch.setattr(CausalModel, "_load", lambda _, directory, dtype, __: outline(directory, dtype))
-    monkeypatch.setattr(torch.nn.Module, "to", to)
-    with pytest.raises(Moved, match=f"^{taken}$"):
+    monkeypatch.setattr(torch.nn.Module, "to", lambda model, device: moved.append(str(device)) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
         CausalModel(str(MODEL_DIR), device=given)
+    assert moved == [taken]
+
+
+# Which mode leads where none is named. No GPU ran here: what tells that there is one has a stub.
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+@pytest.mark.parametrize(
+    ("given", "on_cpu", "on_gpu"),
+    [
+        ("", "in-process", "multiprocess"),
+        ("--l1-bytes 1GiB", "in-process", "multiprocess"),
+        ("--mode in-process", "in-process", "in-process"),
+        ("--mode multiprocess", "multiprocess", "multiprocess"),
+        # what one mode alone has or takes
+        ("--l2-adapter {}", "multiprocess", "multiprocess"),
+        ("-dp 2", "multiprocess", "multiprocess"),
+        ("--enable-sleep-mode", "in-process", "in-process"),
+        ("--set device_bytes=1GiB", "in-process", "in-process"),
+        ("--chunk-size 100", "in-process", "in-process"),
+        ("--chunk-size 96", "in-process", "multiprocess"),
+        ("--block-size 96", "in-process", "in-process"),
+        ("-pp 3", "in-process", "in-process"),
+        ('--kv-transfer-config {"kv_connector":"LMCacheConnectorV1"}', "in-process", "in-process"),
+        ('--kv-transfer-config {"kv_connector":"LMCacheMPConnector"}', "multiprocess", "multiprocess"),
+    ],
+)
+def test_the_mode_that_leads_has_what_is_asked_for(serve, monkeypatch, given, on_cpu, on_gpu, gpu):
+    monkeypatch.setattr(launching, "on_cpu", lambda: not gpu)
+    monkeypatch.setattr(launching, "server_command", lambda model: ["vllm", "serve", model])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    made = json.loads(serve(f"--print --format json --port 1 {given}")[1])
+    transfer = _transfer(made["command"])
+    connector = "CartridgeMPConnector" if (on_gpu if gpu else on_cpu) == "multiprocess" else "CartridgeConnector"
+    assert (transfer["kv_connector"], made["lmcache"] is None) == (connector, connector == "CartridgeConnector")
+    saves = given in ("--mode multiprocess", "--l2-adapter {}", "--l1-bytes 1GiB")
+    assert transfer["kv_role"] == ("kv_both" if saves else "kv_consumer")
+
+
+# LMCache's server.
+
+
+def test_both_servers_are_told_of_the_same_settings_ports_and_socket(tmp_path, planned):
+    settings = {"cpu_bytes": "2GiB", "admin": True, "roots": [str(tmp_path)]}
+    launch = planned(settings=settings, mode="multiprocess", lmcache_port=5999)
+    adapter = json.loads(_option(launch.lmcache, "--l2-adapter"))
+    assert (adapter["type"], adapter["module_path"]) == ("plugin", "lmcache_cartridge.engine.l2")
+    params = dict(adapter["adapter_params"])
+    control, where = params.pop("control"), params.pop("lmcache_http")
+    assert from_mapping(params) == from_mapping({"home": tmp_path} | settings)
+    assert where == f"http://{_option(launch.lmcache, '--http-host')}:{_option(launch.lmcache, '--http-port')}"
+    transfer = _transfer(launch.command)
+    extra = transfer["kv_connector_extra_config"]
+    assert transfer["kv_connector"] == "CartridgeMPConnector"
+    assert extra["lmcache.mp.port"] == 5999 == int(_option(launch.lmcache, "--port"))
+    assert extra[CONTROL] == control
+    assert len(control) < 100, "a Unix socket's path has 107 characters at most"
+
+
+def test_lmcache_keeps_what_it_loads_and_forgets_no_idle_engine(planned):
+    command = planned(mode="multiprocess", chunk_tokens=128).lmcache
+    names = ("--l2-prefetch-policy", "--worker-reap-timeout-seconds", "--chunk-size", "--supported-transfer-mode")
+    assert [_option(command, name) for name in names] == ["retain", "0", "128", "engine_driven"]
+    assert len({_option(command, name) for name in ("--port", "--http-port", "--prometheus-port")}) == 3
+    assert "--hash-algorithm" not in command, "the default has no seed"
+
+
+def test_shared_memory_is_used_where_it_is_large_enough(planned):
+    small = planned(mode="multiprocess", l1_bytes=64 << 20).lmcache
+    assert _option(small, "--shm-name")
+    assert "--no-l1-use-lazy" in small, "lazy allocation switches sharing off"
+    assert "--shm-name" not in planned(mode="multiprocess", l1_bytes=1 << 50).lmcache
+
+
+def test_lmcaches_memory_holds_the_largest_cartridge_for_several_requests_at_once(tmp_path, planned, monkeypatch):
+    def gib(given: str = "", **options: Any) -> float:
+        return float(_option(planned(given, mode="multiprocess", **options).lmcache, "--l1-size-gb"))
+
+    assert gib(saves=False) == 0.25, "with nothing registered"
+    assert gib(l1_bytes=1 << 31) == 2
+    monkeypatch.setattr(launching, "_LEAST_L1_BYTES", 1)
+    sizes = [
+        make_artifact(tmp_path / str(n), positions=n, cartridge_id=str(n)).manifest.payload_bytes for n in (16, 64, 96)
+    ]
+    for name in ("64", "16"):
+        Registry(tmp_path / "registry.sqlite").register(tmp_path / name)
+    assert gib(saves=False) == pytest.approx(4 * sizes[1] / 2**30)
+    assert gib() == pytest.approx(8 * sizes[1] / 2**30), "and as much for what it saves"
+    named = json.dumps({"kv_connector_extra_config": {"cartridge_path": f"{tmp_path}/96"}}, separators=(",", ":"))
+    assert gib(f"--kv-transfer-config {named}", saves=False) == pytest.approx(4 * sizes[2] / 2**30)
+
+
+@pytest.mark.parametrize(
+    ("given", "saves", "role"),
+    [
+        ("", True, "kv_both"), ("", False, "kv_consumer"),
+        ('--kv-transfer-config {"kv_role":"kv_consumer"}', True, "kv_consumer"),
+        ("--kv-transfer-config.kv_role kv_both", False, "kv_both"),
+    ],
+)  # fmt: skip
+def test_lmcache_saves_unless_told_otherwise_and_only_then_its_memory_is_kept_from_filling_up(
+    planned, given, saves, role
+):
+    launch = planned(given, mode="multiprocess", saves=saves)
+    assert _transfer(launch.command)["kv_role"] == role
+    assert ("--eviction-trigger-watermark" in launch.lmcache) is (role == "kv_both")
+
+
+@pytest.mark.parametrize(("largest", "full"), [(10, 0.8), (25, 0.5), (60, 0.3)])
+def test_there_stays_room_for_two_of_the_largest_cartridges(largest, full):
+    assert l1_watermark(100, largest) == full
+
+
+def test_lmcaches_other_places_come_after_ours(planned):
+    other = '{"type": "fs", "base_path": "/x"}'
+    launch = planned(mode="multiprocess", l2_adapters=[other, other])
+    code = "import sys; sys.argv[1:] = {!r}; from lmcache_cartridge.serve.processes import lmcache_words; print(lmcache_words())"
+    told = subprocess.run(
+        [sys.executable, "-c", code.format(launch.lmcache[3:])], env=os.environ | launch.environment,
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    words = ast.literal_eval(told.stdout)
+    assert words[0] == "server" and words[-4:] == ["--l2-adapter", other, "--l2-adapter", other]
+    assert "CartridgeL2Adapter" in words[words.index("--l2-adapter") + 1]
