@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import foreign
 import pytest
 import torch
-from wards import MODEL, patients, write_ward
+from wards import MODEL, patients, prefill, write_ward
 
 from lmcache_cartridge import from_cache
 from lmcache_cartridge.errors import ArtifactError
@@ -43,46 +41,20 @@ def test_answers_are_those_after_the_cache_with_its_keys_where_they_were(model, 
 
 def test_a_whole_cache_is_the_kv_of_the_document(model, ids, tmp_path):
     manifest = from_cache(model, foreign.pressed(model, ids[:TOKENS]), tmp_path / "a", cartridge_id="a", version=1)
-    assert torch.equal(read_kv(manifest, tmp_path / "a"), next(iter(model.prefill(ids[:TOKENS], TOKENS))))
+    assert torch.equal(read_kv(manifest, tmp_path / "a"), prefill(model, ids[:TOKENS]))
 
 
-def _ragged(cache: Any) -> None:
-    cache.layers[1].keys, cache.layers[1].values = (
-        each[:, :, 1:] for each in (cache.layers[1].keys, cache.layers[1].values)
-    )
-
-
-def _listed(cache: Any) -> None:
-    cache.layers[0].keys = [head[: 5 + n] for n, head in enumerate(cache.layers[0].keys[0])]
-
-
-def _two(cache: Any) -> None:
-    cache.batch_repeat_interleave(2)
-
-
-def _hole(cache: Any) -> None:
-    cache.layers[0].values[0, 0, 3, 1] = float("nan")
-
-
-def _empty(cache: Any) -> None:
-    cache.layers.clear()
-
-
-def _shorter(cache: Any) -> None:
-    del cache.layers[-1]
-
-
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        (_ragged, "as many positions in every layer and head: stack expects"), (_listed, "has no attribute 'shape'"),
-        (_two, "with {(2, "), (_hole, "not finite"), (_shorter, "a cache of "), (_empty, "as many positions in every layer"),
-    ],
-    ids=["layers of other lengths", "ragged heads", "two documents", "NaN", "a layer less", "nothing"],
-)  # fmt: skip
-def test_what_does_not_fit_is_refused_and_nothing_left(model, ids, tmp_path, change, told):
+@pytest.mark.parametrize(("spoil", "told"), [
+    (lambda cache: vars(cache.layers[1]).update(keys=cache.layers[1].keys[:, :, 1:]), "as many positions in every layer and head: stack"),
+    (lambda cache: vars(cache.layers[0]).update(keys=list(cache.layers[0].keys[0])), "has no attribute 'shape'"),
+    (lambda cache: cache.batch_repeat_interleave(2), "with {(2, "),
+    (lambda cache: cache.layers[0].values[0, 0, 3].fill_(torch.nan), "not finite"),
+    (lambda cache: cache.layers.pop(), "a cache of "),
+    (lambda cache: cache.layers.clear(), "as many positions in every layer"),
+], ids=["layers of other lengths", "ragged heads", "two documents", "NaN", "a layer less", "nothing"])  # fmt: skip
+def test_what_does_not_fit_is_refused_and_nothing_left(model, ids, tmp_path, spoil, told):
     cache = foreign.pressed(model, ids[:TOKENS], KEPT)
-    change(cache)
+    spoil(cache)
     with pytest.raises(ArtifactError) as refused:
         from_cache(model, cache, tmp_path / "a", cartridge_id="a", version=1, next_position=TOKENS)
     assert told in str(refused.value) and not list(tmp_path.iterdir())

@@ -12,7 +12,6 @@ import foreign
 import pytest
 import torch
 from blake3 import blake3
-from commands import Ran
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from serving import stored_kv
@@ -22,23 +21,13 @@ from lmcache_cartridge import __version__
 from lmcache_cartridge.artifact import reading
 from lmcache_cartridge.artifact.manifest import Origin
 from lmcache_cartridge.cli.recall import MODEL_DIR, load_sheet
-from lmcache_cartridge.errors import CartridgeError, ForeignFormatError, ModelMismatch
+from lmcache_cartridge.errors import CartridgeError, ForeignFormatError
 from lmcache_cartridge.make.foreign.convert import Imported, import_
 from lmcache_cartridge.make.foreign.recognise import recognise
 from lmcache_cartridge.make.model import CausalModel
 
 P = 64
-QUESTION = "Q: blood of Tehor? A:"
-
-
-@pytest.fixture(scope="module")
-def model():
-    return CausalModel(str(MODEL_DIR))
-
-
-@pytest.fixture(scope="module")
-def ids(model):
-    return model.encode(load_sheet("ward-a").text, special=True)
+ALL = slice(None)
 
 
 def bring(model: CausalModel, path: Path, root: Path, *, drop_frozen: bool = False, **options: Any) -> Imported:
@@ -58,8 +47,6 @@ def _pairs(kv: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 FORMS: dict[str, tuple[str, Callable[[torch.Tensor, Path], Path]]] = {
     "peft cartridge": ("PEFT CARTRIDGE adapter", lambda kv, p: foreign.peft_adapter(kv, p / "a")),
-    "peft cartridge, nothing frozen": (
-        "PEFT CARTRIDGE adapter", lambda kv, p: foreign.peft_adapter(kv, p / "a", num_frozen_tokens=0)),
     "peft cartridge, .bin": ("PEFT CARTRIDGE adapter", lambda kv, p: foreign.peft_adapter(kv, p / "a", safe=False)),
     "peft prefix tuning": (
         "PEFT PREFIX_TUNING adapter", lambda kv, p: foreign.peft_adapter(kv, p / "a", kind="PREFIX_TUNING")),
@@ -69,7 +56,6 @@ FORMS: dict[str, tuple[str, Callable[[torch.Tensor, Path], Path]]] = {
     "hazy, two frozen": ("HazyResearch checkpoint, frozen_keys", lambda kv, p: foreign.hazy(kv, p / "a.pt", frozen=2)),
     "hazy, nothing frozen": (
         "HazyResearch checkpoint, nothing frozen", lambda kv, p: foreign.hazy(kv, p / "a.pt", frozen=0)),
-    "knlp": ("HazyResearch checkpoint, frozen_keys", lambda kv, p: foreign.hazy(kv, p / "a.pt", plain=True)),
     "knlp, frozen is None": (
         "HazyResearch checkpoint, nothing frozen", lambda kv, p: foreign.hazy(kv, p / "a.pt", frozen=0, plain=True)),
     "pairs": ("list of (K, V), one a layer", lambda kv, p: foreign.pairs(kv, p / "a.pt")),
@@ -90,16 +76,6 @@ def test_a_format_is_recognised_and_its_kv_written_bit_for_bit(model, tmp_path, 
     assert torch.equal(stored_kv(tmp_path / "out"), kv)
     assert list(reading.verify(tmp_path / "out"))
     assert not list(tmp_path.glob("*.partial"))
-
-
-@pytest.mark.parametrize("name", ["peft cartridge", "peft prefix tuning"])
-def test_the_logits_after_it_are_those_of_peft_itself(model, tmp_path, name):
-    path = FORMS[name][1](foreign.random_kv(P), tmp_path)
-    bring(model, path, tmp_path / "out")
-    question = model.encode(QUESTION, special=False)
-    right, kv = foreign.peft_logits(path, question), stored_kv(tmp_path / "out")
-    assert torch.equal(right, model.logits_after(kv, question)), "at position p for both; keys are rotated already"
-    assert (right - model.logits_after(kv.flip(0), question)).abs().max() > 1
 
 
 def test_no_special_added_or_mark_like_token_is_ordinary():
@@ -125,41 +101,28 @@ def test_ids_whose_forward_pass_gives_the_kv_make_a_prefill_cartridge(model, ids
     foreign.write_ids(tmp_path / "beside", ids[:P])
     for path in (_saved(tmp_path, content), foreign.pairs(exact.bfloat16(), tmp_path / "beside" / "cartridge.pt")):
         done = bring(model, path, tmp_path / f"out-{path.stem}", compare=True)
-        assert done.manifest.kind == "prefill", done.evidence
+        assert (done.manifest.kind, done.warnings) == ("prefill", ()), done.evidence
         assert reading.load_token_ids(done.manifest, tmp_path / f"out-{path.stem}").tolist() == ids[:P]
-        assert "differs by" in done.evidence and done.warnings == ()
 
 
-@pytest.mark.parametrize("position", [0, P - 1])
-def test_ids_that_do_not_give_the_kv_are_not_its_tokens(model, ids, tmp_path, position):
-    """One position of another token is enough."""
+@pytest.mark.parametrize(
+    ("layer", "position", "share"), [(ALL, 0, 1.0), (ALL, P - 1, 1.0), (0, ALL, 0.05), (2, ALL, 0.2)]
+)
+def test_ids_that_do_not_give_the_kv_are_not_its_tokens(model, ids, tmp_path, layer, position, share):
+    """One position of another token is enough, or one layer that was trained a little."""
     foreign.write_ids(tmp_path, ids[:P])
-    other = ids[:P]
-    other[position] = 639 - other[position]
-    kv = prefill(model, ids[:P])
-    kv[:, :, position] = prefill(model, other)[:, :, position]
-    done = bring(model, foreign.pairs(kv, tmp_path / "a.pt"), tmp_path / "out", compare=True)
-    assert done.manifest.kind == "trained", done.evidence
-    assert "the ids are not its tokens" in done.evidence
+    kv, other = (prefill(model, each).float() for each in (ids[:P], [639 - token for token in ids[:P]]))
+    kv[:, layer, position] = kv[:, layer, position].lerp(other[:, layer, position], share)
+    done = bring(model, foreign.pairs(kv.bfloat16(), tmp_path / "a.pt"), tmp_path / "out", compare=True)
+    assert done.manifest.kind == "trained" and "the ids are not its tokens" in done.evidence
     assert reading.load_token_ids(done.manifest, tmp_path / "out").tolist() != ids[:P]
 
 
-@pytest.mark.parametrize("layer", [0, foreign.LAYERS - 1])
-def test_kv_trained_a_little_from_a_prefill_is_trained(model, ids, tmp_path, layer):
-    kv = prefill(model, ids[:P]).float()
-    noise = torch.randn(kv.shape, generator=torch.Generator().manual_seed(0)) * kv.std() * (0.05 if layer == 0 else 0.2)
-    noise[:, :layer] = noise[:, layer + 1 :] = 0
-    foreign.write_ids(tmp_path, ids[:P])
-    done = bring(model, foreign.pairs((kv + noise).bfloat16(), tmp_path / "a.pt"), tmp_path / "out", compare=True)
-    assert done.manifest.kind == "trained", done.evidence
-
-
-@pytest.mark.parametrize("where", ["json list", "json dict", "pt", "pt of a tensor", "directory"])
+@pytest.mark.parametrize("where", ["json list", "json dict", "pt", "directory"])
 def test_ids_alone_make_a_cartridge_of_tokens(model, ids, tmp_path, where):
     path = tmp_path / "prefix_token_ids.json"
-    if "pt" in where:
-        content = torch.tensor([ids[:50]]) if "tensor" in where else ids[:50]
-        path = _saved(tmp_path, {"token_ids": content, "kv_cache": None, "metadata": {"a": [1]}})
+    if where == "pt":
+        path = _saved(tmp_path, {"token_ids": torch.tensor([ids[:50]]), "kv_cache": None, "metadata": {"a": [1]}})
     else:
         path.write_text(json.dumps({"token_ids": ids[:50]} if where == "json dict" else ids[:50]))
     done = bring(model, tmp_path if where == "directory" else path, tmp_path / "out")
@@ -182,11 +145,13 @@ def test_as_many_positions_as_heads_are_refused_until_somebody_says_which(model,
 
 
 def test_axes_that_the_shapes_contradict_are_refused(model, tmp_path):
-    path = _kv(tmp_path)
-    with pytest.raises(ModelMismatch, match=r"shape \(1, 2, 64, 64\).*has \(1, p, 2, 64\)"):
-        bring(model, path, tmp_path / "out", axes="THD")
-    with pytest.raises(ForeignFormatError, match="is THD"):
-        bring(model, foreign.peft_adapter(foreign.random_kv(P), tmp_path / "b"), tmp_path / "out", axes="HTD")
+    adapter = foreign.peft_adapter(foreign.random_kv(P), tmp_path / "b")
+    for path, axes, said in (
+        (_kv(tmp_path), "THD", r"shape \(1, 2, 64, 64\).*has \(1, p, 2, 64\)"),
+        (adapter, "HTD", "is THD"),
+    ):
+        with pytest.raises(CartridgeError, match=said):
+            bring(model, path, tmp_path / "out", axes=axes)
 
 
 # Refusals, each with what was expected and what was found.
@@ -226,7 +191,6 @@ def _tensors(path: Path, **tensors: torch.Tensor) -> Path:
 NO_PAIR = "KV is not a tensor of keys and one of values"
 REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
     "layers": (lambda p: _kv(p, layers=4), r"KV of 4 layers; the model has 3"),
-    "heads": (lambda p: _kv(p, heads=4), r"shape \(1, 4, 64, 64\); a model of 2 KV heads"),
     "head size": (lambda p: _kv(p, head_size=32), r"shape \(1, 2, 64, 32\).*has \(1, 2, p, 64\) or \(1, p, 2, 64\)"),
     "batch of two": (
         lambda p: _saved(p, [(t.clone(), t.clone()) for t in torch.ones(3, 2, 2, P, 64)]), r"shape \(2, 2, 64, 64\)"),
@@ -242,16 +206,12 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
     "inf": (lambda p: _with(p, 0, 1, 63, 0, 0, value=-torch.inf), "keys of layer 1 at position 63.*-inf"),
     "too few ids": (lambda p: _ids(p, [5] * 63), "63 token ids for KV of 64 positions"),
     "vocabulary": (lambda p: _ids(p, [5] * 63 + [640]), "token id 640 is outside the model's vocabulary of 640"),
-    **{f"ids that are none: {ids}": (lambda p, ids=ids: _ids(p, ids), "not a list of at least one whole number")
-       for ids in ([1.5] * 2, [], [True], [[5]], "5")},
     "vocabulary of a document": (lambda p: _ids(p, [5, 1 << 40], "document"), "token id 1099511627776 is outside"),
     "frozen and fixed": (
         lambda p: _hazy(p, lambda c: c.update(fixed_keys=c["frozen_keys"], fixed_values=c["frozen_values"])), "both frozen_keys and fixed_keys"),
     **{f"no {lost}": (lambda p, lost=lost: _hazy(p, lambda c: c.pop(lost)), f"{lost.split('_')[0]} {NO_PAIR}")
        for lost in ("frozen_values", "frozen_keys", "trainable_values")},
     "a layer of one tensor": (lambda p: _saved(p, [(torch.ones(1, 2, P, 64),)] * 3), NO_PAIR),
-    "an empty list": (lambda p: _saved(p, []), "no known form of KV; it has a list in it"),
-    "a tensor": (lambda p: _saved(p, torch.ones(3)), "no known form of KV; it has a Tensor in it"),
     "another dict": (lambda p: _saved(p, {"state_dict": {}, "epoch": 3}), "it has epoch, state_dict, and trainable_keys"),
     "gaps in layers": (
         lambda p: _saved(p, {k: v for k, v in foreign.flat(foreign.random_kv(P)).items() if ".1." not in k}), NO_PAIR),
@@ -260,10 +220,8 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
         lambda p: foreign.peft_adapter(foreign.random_kv(P), p / "a", kind="PREFIX_TUNING", prefix_projection=True,
                                        encoder_hidden_size=8), "prefix_projection is on.*set prefix_projection to false"),
     "peft p": (lambda p: _peft(p, num_virtual_tokens=65), r"shape \(64, 768\).*says \(65, 768\)"),
-    "peft layers": (lambda p: _peft(p, num_layers=2), r"shape \(64, 768\).*says \(64, 512\)"),
     "peft heads": (lambda p: _peft(p, num_attention_heads=4), r"keys of layer 0 have shape \(64, 4, 32\)"),
     "peft encoder too": (lambda p: _peft(p, num_transformer_submodules=2), "an encoder too"),
-    "peft p of text": (lambda p: _peft(p, num_virtual_tokens="64"), "num_virtual_tokens is 64, not a positive number"),
     "peft with other weights": (
         lambda p: _tensors(p, lora_A=torch.ones(2)), "the one tensor prompt_embeddings was expected.*lora_A"),
     "peft of integers": (
@@ -286,15 +244,13 @@ def test_it_is_refused_with_the_reason_and_nothing_is_left(model, tmp_path, name
     assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
 
 
-@pytest.mark.parametrize("frozen", [16, 32])  # 32 are as many as the trainable ones
-def test_a_frozen_prefix_of_distractors_is_left_out_on_request(model, tmp_path, frozen):
+def test_a_frozen_prefix_of_distractors_is_left_out_on_request(model, tmp_path):
+    """As many positions as the trainable ones."""
     kv = foreign.random_kv(P)
-    path = foreign.hazy(kv, tmp_path / "a.pt", frozen=frozen)
-    kept = bring(model, path, tmp_path / "kept")
-    assert any(f"{frozen} frozen positions stay in front" in warning for warning in kept.warnings)
-    dropped = bring(model, path, tmp_path / "dropped", drop_frozen=True)
-    assert torch.equal(stored_kv(tmp_path / "dropped"), kv[:, :, frozen:])
-    assert dropped.warnings == ()
+    path = foreign.hazy(kv, tmp_path / "a.pt", frozen=P // 2)
+    assert "32 frozen positions stay in front" in str(bring(model, path, tmp_path / "kept").warnings)
+    assert bring(model, path, tmp_path / "dropped", drop_frozen=True).warnings == ()
+    assert torch.equal(stored_kv(tmp_path / "dropped"), kv[:, :, P // 2 :])
     with pytest.raises(ForeignFormatError, match="no frozen positions"):
         bring(model, foreign.pairs(kv, tmp_path / "b.pt"), tmp_path / "out", drop_frozen=True)
 
@@ -302,13 +258,14 @@ def test_a_frozen_prefix_of_distractors_is_left_out_on_request(model, tmp_path, 
 # dtypes.
 
 
-def test_rounding_is_done_on_request_as_peft_rounds(model, tmp_path):
-    kv = foreign.random_kv(P, dtype=torch.float32)
-    path = foreign.peft_adapter(kv, tmp_path / "a")
-    done = bring(model, path, tmp_path / "out", rounding=True)
-    assert done.dtype == "float32 to bfloat16, rounded"
-    question = model.encode(QUESTION, special=False)
-    assert torch.equal(foreign.peft_logits(path, question), model.logits_after(stored_kv(tmp_path / "out"), question))
+@pytest.mark.parametrize("kind", ["CARTRIDGE", "PREFIX_TUNING"])
+def test_rounding_is_done_on_request_and_the_logits_are_those_of_peft_itself(model, tmp_path, kind):
+    path = foreign.peft_adapter(foreign.random_kv(P, dtype=torch.float32), tmp_path / "a", kind=kind)
+    assert bring(model, path, tmp_path / "out", rounding=True).dtype == "float32 to bfloat16, rounded"
+    question = model.encode("Q: blood of Tehor? A:", special=False)
+    right, kv = foreign.peft_logits(path, question), stored_kv(tmp_path / "out")
+    assert torch.equal(right, model.logits_after(kv, question)), "at position p for both; keys are rotated already"
+    assert (right - model.logits_after(kv.flip(0), question)).abs().max() > 1
 
 
 def test_a_value_too_large_for_the_dtype_is_refused_even_with_rounding(tmp_path):
@@ -331,13 +288,12 @@ def test_an_engine_of_float32_gets_every_bit(tmp_path):
 
 @pytest.mark.parametrize("times", [1, 8])
 def test_a_trained_cartridge_carries_the_ids_of_its_document(model, tmp_path, times):
-    text = " ".join([load_sheet("ward-a").text] * times)
+    text = load_sheet("ward-a").text * times
     (tmp_path / "sheet.txt").write_text(text)
     done = bring(model, _kv(tmp_path), tmp_path / "out", document=tmp_path / "sheet.txt")
-    found = reading.load_document_ids(done.manifest, tmp_path / "out").tolist()
-    assert found == model.encode(text, special=True)
+    assert reading.load_document_ids(done.manifest, tmp_path / "out").tolist() == model.encode(text, special=True)
     assert done.manifest.provenance.document == "sheet.txt"
-    assert ["on_miss=document cannot help" in warning for warning in done.warnings] == ([True] if times == 8 else [])
+    assert ("on_miss=document cannot help" in str(done.warnings)) == (times == 8)
 
 
 def test_a_document_does_not_go_with_a_prefill_cartridge(model, ids, tmp_path):
@@ -348,12 +304,7 @@ def test_a_document_does_not_go_with_a_prefill_cartridge(model, ids, tmp_path):
               document=tmp_path / "sheet.txt", compare=True)  # fmt: skip
 
 
-@pytest.mark.parametrize("kv", [
-    {f"model.layers.{i}.self_attn.attn": torch.zeros(2, 2, 16, 64) for i in range(3)},
-    {str(i): torch.zeros(2, 16, 2, 64) for i in range(3)},
-    {f"layers.{i}.{name}": torch.zeros(16, 2, 64) for i in range(3) for name in ("key", "value")},
-    torch.zeros(2, 3, 16, 2, 64), "a word",
-], ids=["vLLM's names", "numbers", "key and value", "a tensor", "a word"])  # fmt: skip
+@pytest.mark.parametrize("kv", [{"model.layers.0.self_attn.attn": torch.zeros(2, 2, 16, 64)}, "a word"], ids=type)
 def test_beside_a_kv_cache_in_no_known_form_the_token_ids_are_used_and_it_is_said(model, ids, tmp_path, kv):
     done = bring(model, _saved(tmp_path, {"token_ids": ids[:P], "kv_cache": kv, "metadata": {}}), tmp_path / "out")
     assert (done.manifest.kind, done.manifest.positions) == ("tokens", P)
@@ -362,43 +313,32 @@ def test_beside_a_kv_cache_in_no_known_form_the_token_ids_are_used_and_it_is_sai
         bring(model, _saved(tmp_path, {"kv_cache": kv}), tmp_path / "none")
 
 
-def test_provenance_says_what_was_imported_and_for_which_model(model, tmp_path):
-    path = _peft(tmp_path, base_model_name_or_path="Qwen/Qwen3-4B")
+@pytest.mark.parametrize(("named", "kept", "warns"), [
+    ("Qwen/Qwen3-4B", "Qwen/Qwen3-4B", True), ("somebody/Model", "somebody/Model", False), ("/home/me/secret/llama", "llama", True),
+    ("../secret/llama", "llama", True), ("~/secret/llama", "llama", True), ("llama", "llama", True),
+])  # fmt: skip
+def test_provenance_says_what_was_imported_for_which_model_and_no_path_of_another_machine(
+    model, tmp_path, named, kept, warns
+):
+    path = _peft(tmp_path, base_model_name_or_path=named)
     done = bring(model, path, tmp_path / "out")
     digest = blake3((path / "adapter_model.safetensors").read_bytes()).hexdigest()
-    origin = done.manifest.provenance.origin
-    assert origin == Origin("PEFT CARTRIDGE adapter", "adapter_model.safetensors", digest, "Qwen/Qwen3-4B")
-    assert done.manifest.provenance.tool == f"lmcache-cartridge {__version__} import"
-    assert any("made for Qwen/Qwen3-4B, and --model is model" in warning for warning in done.warnings)
-    foreign.edit_config(path, base_model_name_or_path="somebody/Model")
-    assert not any("made for" in warning for warning in bring(model, path, tmp_path / "two").warnings)
-
-
-def test_provenance_holds_no_path_of_another_machine(model, tmp_path):
-    path = _peft(tmp_path)
-    for named, kept in (
-        ("/home/me/secret/llama", "llama"), ("../secret/llama", "llama"), ("~/secret/llama", "llama"), ("a/b/llama", "llama"),
-        ("org/llama", "org/llama"), ("llama", "llama"),
-    ):  # fmt: skip
-        out = tmp_path / f"of {named}".replace("/", " ")
-        done = bring(model, foreign.edit_config(path, base_model_name_or_path=named), out)
-        assert done.manifest.provenance.origin.model == kept
-        written = (out / "manifest.json").read_text()
-        assert "secret" not in written and str(tmp_path) not in written
+    provenance = done.manifest.provenance
+    assert provenance.origin == Origin("PEFT CARTRIDGE adapter", "adapter_model.safetensors", digest, kept)
+    assert provenance.tool == f"lmcache-cartridge {__version__} import"
+    assert ("made for" in str(done.warnings)) == warns
+    written = (tmp_path / "out" / "manifest.json").read_text()
+    assert "secret" not in written and str(tmp_path) not in written
 
 
 # The command line.
 
 
 def test_the_command_imports_and_registers(tmp_path, cli):
-    path = foreign.peft_adapter(foreign.random_kv(256), tmp_path / "a")
-    base = ("import", path, "--model", MODEL_DIR, "--id", "it")
+    base = ("import", foreign.peft_adapter(foreign.random_kv(256), tmp_path / "a"), "--model", MODEL_DIR, "--id", "it")
     for _ in range(2):  # what is there already is no new version
-        status, out, err = cli(*base, "--format", "json")
-        assert (status, err) == (0, "")
-        result = json.loads(out)
+        result = cli.json(*base)
         assert (result["name"], result["kind"], result["positions"]) == ("it@1", "trained", 256)
-        assert result["source_format"] == "PEFT CARTRIDGE adapter"
         assert (result["dtype"], result["warnings"]) == ("float32 to bfloat16, exact", [])
     assert cli("verify", "it").out == "it@1: sound\n"
     assert "PEFT CARTRIDGE adapter" in cli(*base).out
@@ -418,18 +358,13 @@ def test_a_hub_id_is_taken_from_the_local_cache_and_the_network_left_alone(tmp_p
     foreign.peft_adapter(foreign.random_kv(16), kept / "snapshots" / ("0" * 40))
     (kept / "refs").mkdir()
     (kept / "refs" / "main").write_text("0" * 40)
-
-    def brought(path: object, offline: bool) -> Ran:
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
-        return cli("import", path, "--model", MODEL_DIR, "--id", "it")
-
-    assert brought("org/notes", True)[0] == 0
+    common = ("--model", MODEL_DIR, "--id", "it")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    cli.json("import", "org/notes", *common)
     assert cli.artefact("it")[0].provenance.origin.name == "org/notes"
-    status, _, said = brought("org/other", True)
-    assert (status, "org/other: no such file here, and the Hub gave none" in said) == (1, True)
-    # A path needs no network, offline or not.
-    assert brought(kept / "snapshots" / ("0" * 40), False)[0] == 0
-    status, _, said = brought("./org/notes", False)
-    assert (status, "no such file or directory" in said) == (1, True)
-    assert asked == []
-    assert brought("org/other", False)[0] == 1 and asked, "the control"
+    assert "org/other: no such file here, and the Hub gave none" in cli.refused("import", "org/other", *common)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    cli.json("import", kept / "snapshots" / ("0" * 40), *common)
+    assert "no such file or directory" in cli.refused("import", "./org/notes", *common)
+    assert asked == [], "a path needs no network"
+    assert cli.refused("import", "org/other", *common) and asked, "the control"
