@@ -7,21 +7,23 @@ import json
 import math
 import random
 import re
-import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+from commands import Cli, Ran
 from families import FAMILIES, make_model
 from lessons import MODEL, School, answered, questions_on, school, tokens_of, write_questions
-from recall.ward import write_document
+from recall.ward import Document, write_document
 
 from lmcache_cartridge import __version__
 from lmcache_cartridge.artifact import reading
 from lmcache_cartridge.artifact.manifest import Provenance
-from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.errors import ArtifactError, CartridgeError, TrainingDiverged, UnsupportedModel
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make import gate
@@ -79,27 +81,13 @@ def run(made):
 # It learns.
 
 
-def test_the_loss_falls(run):
-    losses = [row["loss"] for row in run[0].rows if "loss" in row]
-    looks = [row["validation_loss"] for row in run[0].rows if "validation_loss" in row]
-    assert len(losses) == RECIPE.steps
-    assert sum(losses[-10:]) < 0.5 * sum(losses[:10])
-    assert min(looks) < 0.8 * looks[0]
-
-
-def test_nothing_but_the_parameters_of_peft_is_trained(made, run):
-    trainer, _, _, weights = run
+def test_nothing_but_the_parameters_of_peft_is_trained_and_of_these_no_frozen_position(made, run):
+    trainer, result, start, weights = run
     names = [name for name, parameter in trainer.peft.named_parameters() if parameter.requires_grad]
     assert names == ["prompt_encoder.default.trainable_embedding"]
-    for name, tensor in made.model.model.state_dict().items():
-        assert torch.equal(tensor, weights[name]), name
-
-
-def test_the_frozen_position_stays_and_every_other_one_moves(run):
-    _, result, start, _ = run
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in made.model.model.state_dict().items())
     assert torch.equal(result.kv[:, :, :FROZEN], start[:, :, :FROZEN])
-    moved = (result.kv - start).abs().amax(dim=(0, 1, 3, 4))[FROZEN:]
-    assert (moved > 0.01).all()
+    assert ((result.kv - start).abs().amax(dim=(0, 1, 3, 4))[FROZEN:] > 0.01).all(), "every other one moves"
 
 
 def test_it_answers_wordings_it_never_saw_and_its_start_did_not(made, run):
@@ -126,14 +114,15 @@ def test_other_ways_to_train_learn_too(made, change):
     few = made._replace(lesson=made.lesson._replace(examples=made.lesson.examples[:24]), validation=[0])
     nobody = {"log_probs": None, "tokens": None} if "objective" in change else {}
     recipe = replace(RECIPE, steps=40, check_every=60, batch=8, rate=0.8, **change)
-    trainer = _trainer(few, "sci", recipe, **nobody)
+    trainer = _trainer(few, recipe=recipe, **nobody)
     before = trainer.score(trainer.examples)
-    result = trainer.run()
+    assert trainer.run().kv.dtype == torch.float32
     assert trainer.score(trainer.examples).loss < 0.6 * before.loss
-    assert result.kv.dtype == torch.float32
-    if nobody:
-        with pytest.raises(CartridgeError, match="teacher"):
-            _trainer(made, **nobody)
+
+
+def test_without_a_teacher_there_is_nothing_to_distill(made):
+    with pytest.raises(CartridgeError, match="teacher"):
+        _trainer(made, log_probs=None, tokens=None)
 
 
 def test_passes_that_are_accumulated_count_as_one_batch(made):
@@ -146,29 +135,17 @@ def test_passes_that_are_accumulated_count_as_one_batch(made):
 
 def test_every_question_is_trained_on_once_a_round_and_none_that_chooses(made):
     trainer = _trainer(made, recipe=replace(RECIPE, batch=7))
-    kept = [made.lesson.examples[i] for i in made.validation]
-    assert len(trainer.examples) + len(kept) == len(made.lesson.examples)
-    drawn = [example for number in range(len(trainer.examples)) for example in trainer.batch(number)]
-    rounds = [drawn[i : i + len(trainer.examples)] for i in range(0, len(drawn), len(trainer.examples))]
-    for round_ in rounds:
-        assert sorted(round_) == sorted(trainer.examples)
+    count, chooses = len(trainer.examples), set(made.validation)
+    assert trainer.examples == [e for i, e in enumerate(made.lesson.examples) if i not in chooses]
+    drawn = [example for number in range(count) for example in trainer.batch(number)]
+    rounds = [drawn[i : i + count] for i in range(0, len(drawn), count)]
+    assert all(sorted(round_) == sorted(trainer.examples) for round_ in rounds)
     assert rounds[0] != rounds[1]
-    assert not [example for example in drawn if example in kept]
 
 
 def test_a_loss_that_is_not_finite_ends_training_in_a_sentence(made):
     with pytest.raises(TrainingDiverged, match="loss of step 1 is not finite; try a lower rate"):
         _trainer(made, log_probs=made.lesson.log_probs * math.nan).run()
-
-
-def test_the_rate_warms_up_and_then_falls_or_stays():
-    recipe = Recipe(steps=100, warmup=9, rate=1.0, schedule="cosine")
-    rates = [recipe.rate_at(step) for step in range(100)]
-    assert rates[:9] == pytest.approx([0.1 * i for i in range(1, 10)])
-    assert rates[9] == max(rates) == 1.0
-    assert rates[9:] == sorted(rates[9:], reverse=True)
-    assert rates[-1] < 0.01
-    assert {replace(recipe, schedule="constant").rate_at(step) for step in range(9, 100)} == {1.0}
 
 
 # It goes on, and it stops.
@@ -187,10 +164,8 @@ def test_an_interrupted_run_goes_on_to_the_same_losses_and_the_same_kv(made, tmp
     steps: list[int] = []
     result = resumed.run(tmp_path, lambda step, loss: steps.append(step))
     assert steps[0] == 5, "from the checkpoint at 4"
-    assert resumed.rows == whole.rows
-    assert torch.equal(resumed.kv(), whole.kv())
-    assert torch.equal(result.kv, expected.kv)
-    assert [json.loads(line) for line in (tmp_path / LOSS).read_text().splitlines()] == resumed.rows
+    assert torch.equal(resumed.kv(), whole.kv()) and torch.equal(result.kv, expected.kv)
+    assert resumed.rows == whole.rows == [json.loads(line) for line in (tmp_path / LOSS).read_text().splitlines()]
 
 
 def test_a_checkpoint_of_another_recipe_is_not_gone_on_from(made, tmp_path):
@@ -212,23 +187,24 @@ def test_a_checkpoint_that_is_a_program_is_not_run(made, tmp_path):
 
 @pytest.mark.parametrize(("schedule", "steps"), [("plateau", 12), ("constant", 6), ("cosine", 6)])
 def test_training_stops_when_the_validation_questions_get_no_better(made, schedule, steps):
-    recipe = replace(RECIPE, rate=1e-9, check_every=2, patience=3, schedule=schedule)
-    trainer = _trainer(made, recipe=recipe)
+    trainer = _trainer(made, recipe=replace(RECIPE, rate=1e-9, check_every=2, patience=3, schedule=schedule))
     result = trainer.run()
     assert (result.steps, result.step, result.why) == (steps, steps, "validation"), "of equals the last"
-    if schedule == "plateau":
-        rates = [1e9 * row["rate"] for row in trainer.rows if "rate" in row]
-        assert rates == pytest.approx([*(i / 6 for i in range(1, 6)), 1, *(i / 6 for i in range(6, 0, -1))])
-    assert replace(recipe, patience=0).end(None) == RECIPE.steps
 
 
-def test_a_training_that_gets_better_to_the_last_step_lowers_its_rate_over_the_second_half(made, run):
-    trainer, result, _, _ = run
-    rates = [row["rate"] for row in trainer.rows if "rate" in row]
+def test_the_rate_warms_up_and_then_falls_or_stays(made, run):
+    """On a plateau over as many steps as there were before it, at the latest over the second half."""
+    rates = [row["rate"] for row in run[0].rows if "rate" in row]
     half = RECIPE.steps // 2
+    assert rates[: RECIPE.warmup] == pytest.approx([RECIPE.rate * i / 6 for i in range(1, 6)])
     assert rates[RECIPE.warmup : half] == [RECIPE.rate] * (half - RECIPE.warmup)
     assert rates[half:] == pytest.approx([RECIPE.rate * i / half for i in range(half, 0, -1)])
-    assert (result.steps, result.why) == (RECIPE.steps, "steps")
+    assert (run[1].steps, run[1].why) == (RECIPE.steps, "steps")
+    recipe = Recipe(steps=100, warmup=9, rate=1.0, schedule="cosine")
+    rates = [recipe.rate_at(step) for step in range(9, 100)]
+    assert rates == sorted(rates, reverse=True) and (rates[0], rates[45]) == (1.0, pytest.approx(0.5, abs=0.02))
+    assert rates[-1] < 0.01
+    assert {replace(recipe, schedule="constant").rate_at(step) for step in range(9, 100)} == {1.0}
 
 
 def test_the_best_kv_is_kept_and_the_rate_falls_from_it_and_not_from_the_last(made):
@@ -250,12 +226,9 @@ def test_the_best_kv_is_kept_and_the_rate_falls_from_it_and_not_from_the_last(ma
 
 def test_the_artefact_holds_what_peft_gives_the_model_as_past_key_values(made, run, tmp_path):
     kv = run[1].kv
-    manifest = write_trained(
-        made.model, kv, tmp_path / "a", PROVENANCE, cartridge_id="a", version=1, chunk_tokens=16, document_ids=made.ids
-    )
+    manifest = write_trained(made.model, kv, tmp_path / "a", PROVENANCE, cartridge_id="a", version=1, chunk_tokens=16)
     found = read_kv(manifest, tmp_path / "a")
-    assert found.dtype == torch.bfloat16
-    assert torch.equal(found, kv.bfloat16())
+    assert found.dtype == torch.bfloat16 and torch.equal(found, kv.bfloat16())
     peft = wrap(made.model, found)
     for example in made.unseen.examples[:4]:
         ids = [*example.prompt, *example.answer]
@@ -263,32 +236,23 @@ def test_the_artefact_holds_what_peft_gives_the_model_as_past_key_values(made, r
         assert torch.equal(by_peft.detach(), made.model.logits_after(found.float(), ids))
 
 
-def test_a_packed_question_is_answered_as_if_it_stood_alone(made, run):
-    peft = wrap(made.model, run[1].kv)
+def test_a_packed_question_is_answered_as_if_it_stood_alone_behind_its_gap(made):
+    kv = initial_kv("sci", made.model, made.ids, P, 0)
     examples = made.lesson.examples[:40] + made.unseen.examples
-    packed = pack_examples(examples, made.model.device)
-    assert 1 < len(packed.rows) < len(examples) / 10, "many in a row, and several rows"
-    together = answer_logits(made.model.model, peft.get_prompt(len(packed.rows)), packed)
-    alone = torch.cat(
-        [peft(input_ids=torch.tensor([[*e.prompt, *e.answer[:-1]]])).logits[0, -len(e.answer) :] for e in examples]
-    )
-    assert (together - alone).abs().max() < 1e-3
+    apart, alone = [number % 3 * 7 for number in range(len(examples))], []
 
-
-def test_a_gap_puts_its_question_so_many_positions_further_back(made):
-    kv, examples = initial_kv("sci", made.model, made.ids, P, 0), made.unseen.examples[:3]
-
-    def together(*gaps: int) -> torch.Tensor:
+    def together(gaps: Sequence[int]) -> torch.Tensor:
         packed = pack_examples(examples, made.model.device, gaps)
-        return answer_logits(made.model.model, made.model.cache(kv, 1), packed)
+        assert 1 < len(packed.rows) < len(examples) / 10, "many in a row, and several rows"
+        return answer_logits(made.model.model, made.model.cache(kv, len(packed.rows)), packed)
 
-    alone = []
-    for example, gap in zip(examples, (5, 0, 17), strict=True):
+    for example, gap in zip(examples, apart, strict=True):
         ids = torch.tensor([[*example.prompt, *example.answer[:-1]]])
         at = torch.arange(ids.shape[1])[None] + P + gap
-        alone.append(made.model.model(ids, position_ids=at, past_key_values=made.model.cache(kv, 1)).logits[0, -2:])
-    assert torch.allclose(together(5, 0, 17), torch.cat(alone), atol=1e-3)
-    assert not torch.allclose(together(), torch.cat(alone), atol=1e-3)
+        logits = made.model.model(ids, position_ids=at, past_key_values=made.model.cache(kv, 1)).logits
+        alone.append(logits[0, -len(example.answer) :])
+    assert torch.allclose(together(apart), torch.cat(alone), atol=1e-3)
+    assert not torch.allclose(together([]), torch.cat(alone), atol=1e-3)
 
 
 def test_half_of_the_questions_stand_where_they_are_served_and_the_others_further_back():
@@ -298,11 +262,13 @@ def test_half_of_the_questions_stand_where_they_are_served_and_the_others_furthe
     assert gaps(random.Random(0), 9, 0) == [0] * 9
 
 
-@pytest.mark.parametrize("shape", [(2, 3, 32, 2, 32), (2, 2, 32, 2, 64), (3, 32, 2, 64), (2, 3, 32, 2, 64)])
-def test_kv_of_another_shape_or_not_finite_is_not_written(made, tmp_path, shape):
+@pytest.mark.parametrize(("shape", "value", "said"), [
+    ((2, 3, 32, 2, 32), 0, "shape"), ((2, 2, 32, 2, 64), 0, "shape"), ((3, 32, 2, 64), 0, "shape"), ((2, 3, 32, 2, 64), math.inf, "not finite"),
+])  # fmt: skip
+def test_kv_of_another_shape_or_not_finite_is_not_written(made, tmp_path, shape, value, said):
     kv = torch.zeros(shape)
-    kv.view(-1)[77] = math.inf
-    with pytest.raises(ArtifactError, match="not finite" if shape == (2, 3, 32, 2, 64) else "shape"):
+    kv.view(-1)[77] = value
+    with pytest.raises(ArtifactError, match=said):
         write_trained(made.model, kv, tmp_path / "a", PROVENANCE, cartridge_id="a", version=1)
     assert not list(tmp_path.iterdir())
 
@@ -322,10 +288,8 @@ def test_every_start_has_the_documents_first_position_and_is_the_same_for_a_seed
 def test_random_is_noise_vocab_ordinary_words_and_first_k_the_head_of_the_document(made):
     noise, words, head = (initial_kv(init, made.model, made.ids, P, 0) for init in ("random", "vocab", "first-k"))
     assert float(noise[:, :, FROZEN:].std()) == pytest.approx(0.02, rel=0.05), "the paper's"
-    assert abs(float(noise[:, :, FROZEN:].mean())) < 0.002
     drawn = tokens_of(made.model, words, range(640))
-    assert set(drawn[1:]) <= set(made.model.ordinary_ids().tolist())
-    assert len(set(drawn)) > 0.8 * P
+    assert set(drawn[1:]) <= set(made.model.ordinary_ids().tolist()) and len(set(drawn)) > 0.8 * P
     assert torch.allclose(words, prefilled(made.model, drawn), atol=1e-4), "at positions 0 to p - 1"
     assert torch.allclose(head, prefilled(made.model, made.ids)[:, :, :P], atol=1e-4)
 
@@ -337,13 +301,10 @@ def test_sci_is_a_prefill_of_chunks_from_all_over_the_document(made):
         kv = initial_kv("sci", made.model, ids, 160, seed)
         drawn = tokens_of(made.model, kv, ids)
         assert torch.allclose(kv, prefilled(made.model, drawn), atol=1e-3), "at positions 0 to p - 1"
-        starts = []
-        for at in range(FROZEN, 160, SAMPLE_TOKENS):
-            chunk = drawn[at : at + SAMPLE_TOKENS]
-            starts += [i for i in range(len(ids)) if ids[i : i + len(chunk)] == chunk]
+        chunks = [drawn[at : at + SAMPLE_TOKENS] for at in range(FROZEN, 160, SAMPLE_TOKENS)]
+        starts = [i for chunk in chunks for i in range(len(ids)) if ids[i : i + len(chunk)] == chunk]
         assert len(starts) == 3
-        assert starts == sorted(starts), "in the document's order"
-        assert all(b - a >= SAMPLE_TOKENS for a, b in zip(starts, starts[1:], strict=False))
+        assert all(b - a >= SAMPLE_TOKENS for a, b in itertools.pairwise(starts)), "in the document's order"
         seen.update(starts)
     assert len(seen) > 3
     assert max(seen) - min(seen) > 500
@@ -359,6 +320,14 @@ def test_p_is_as_asked_for_or_rounded_to_whole_chunks(asked, expected):
 # The teacher.
 
 
+def _assert_taught(model: CausalModel, ids: list[int], found: lesson.Lesson) -> None:
+    """Assert that the teacher's four likeliest tokens of the first answer are the model's with the document."""
+    example = found.examples[0]
+    plain = model.logits([*ids, *example.prompt, *example.answer[:-1]], len(example.answer)).log_softmax(-1)
+    assert torch.allclose(found.log_probs, plain.topk(4).values, atol=1e-3)
+    assert found.tokens[:, 0].tolist() == plain.argmax(-1).tolist()
+
+
 def test_the_teacher_predicts_what_the_model_with_the_document_does(made):
     for example in made.lesson.examples[:3]:
         rows = slice(example.first, example.first + len(example.answer))
@@ -367,22 +336,19 @@ def test_the_teacher_predicts_what_the_model_with_the_document_does(made):
         assert torch.allclose(full, plain.log_softmax(-1), atol=1e-3)
 
 
-def test_of_a_long_document_no_more_than_a_block_is_computed_at_a_time(made):
+def test_of_a_long_document_no_more_than_a_block_is_computed_at_a_time(made, monkeypatch):
     ids = made.model.encode(write_document(random.Random(1), 3 * BLOCK_TOKENS).text, special=True)
-    lengths = []
-    hook = made.model.model.model.register_forward_pre_hook(
-        lambda module, args, kwargs: lengths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    forward, lengths = made.model.model.model.forward, []
+    monkeypatch.setattr(
+        made.model.model.model,
+        "forward",
+        lambda *a, **k: (lengths.append(k["input_ids"].shape[1]), forward(*a, **k))[1],
     )
-    try:
-        kv = prefilled(made.model, ids)
-        found = lesson.prepare(made.model, ids, [Question("ward of Mora?")], kv, form="chat", top_k=4, answer_tokens=2)
-    finally:
-        hook.remove()
+    kv = prefilled(made.model, ids)
+    found = lesson.prepare(made.model, ids, [Question("ward of Mora?")], kv, form="chat", top_k=4, answer_tokens=2)
     assert max(lengths) <= BLOCK_TOKENS
-    example = found.examples[0]
-    plain = made.model.logits([*ids, *example.prompt, *example.answer[:-1]], len(example.answer)).log_softmax(-1)
-    assert torch.allclose(found.log_probs, plain.topk(4).values, atol=1e-3)
-    assert found.tokens[:, 0].tolist() == plain.argmax(-1).tolist()
+    monkeypatch.undo()
+    _assert_taught(made.model, ids, found)
 
 
 def test_a_question_too_long_for_the_model_is_named(made):
@@ -396,159 +362,131 @@ def test_a_question_too_long_for_the_model_is_named(made):
     ("mistral", {"sliding_window": 512}, None),
     ("gemma3", {"sliding_window": 64}, "see 64 positions"),
     ("llama4", {"attention_chunk_size": 64, "layer_types": ["chunked_attention", "full_attention"] * 2}, "see 64"),
-    ("llama", {}, None),
     ("falcon alibi", {}, "ALiBi"),
 ])  # fmt: skip
 def test_what_training_would_show_otherwise_than_engines_do_is_refused(tmp_path, family, changes, why):
     config = FAMILIES[family]()
     config.update(changes)
     model, ids = CausalModel(str(make_model(tmp_path / "model", config))), list(range(5, 105))
-
-    def prepare() -> lesson.Lesson:
+    with pytest.raises(UnsupportedModel, match=why) if why else nullcontext():
         kv = prefilled(model, ids)
-        return lesson.prepare(model, ids, [Question("ward?")], kv, form="text", top_k=4, answer_tokens=4)
-
-    if why is not None:
-        with pytest.raises(UnsupportedModel, match=why):
-            prepare()
-        return
-    found = prepare()
-    example = found.examples[0]
-    plain = model.logits([*ids, *example.prompt, *example.answer[:-1]], len(example.answer)).log_softmax(-1)
-    assert torch.allclose(found.log_probs, plain.topk(4).values, atol=1e-3)
+        found = lesson.prepare(model, ids, [Question("ward?")], kv, form="text", top_k=4, answer_tokens=4)
+        _assert_taught(model, ids, found)
 
 
-def test_no_question_is_put_behind_the_end_of_the_models_context(made, monkeypatch):
+@pytest.mark.parametrize(("room", "jitter"), [(3, 3), (-9, 0)])
+def test_no_question_is_put_behind_the_end_of_the_models_context(made, monkeypatch, room, jitter):
     longest = max(len(e.prompt) + len(e.answer) for e in made.lesson.examples)
-    monkeypatch.setattr(made.model.model.config, "max_position_embeddings", P + longest + 3)
-    assert _trainer(made).jitter == 3
-    monkeypatch.setattr(made.model.model.config, "max_position_embeddings", P)
-    assert _trainer(made).jitter == 0
+    monkeypatch.setattr(made.model.model.config, "max_position_embeddings", P + longest + room)
+    assert _trainer(made).jitter == jitter
 
 
 def test_a_lesson_is_kept_and_found_again_and_another_one_is_not(made, tmp_path):
     questions, kv = [Question("ward of Mora?", "7"), Question("blood of Mora?")], prefilled(made.model, made.ids)
-
-    def prepare(top_k: int) -> tuple[lesson.Lesson, list]:
-        asked = []
-        found = lesson.prepare(
+    asked: list[int] = []
+    first, again, _ = (
+        (asked.append(0), lesson.prepare(
             made.model, made.ids, questions, kv, form="chat", top_k=top_k, answer_tokens=2, directory=tmp_path,
             progress=lambda what, done, total: asked.append(done),
-        )  # fmt: skip
-        return found, asked
-
-    (first, asked), (again, not_asked), (_, asked_anew) = prepare(3), prepare(3), prepare(4)
-    assert asked
-    assert not not_asked
-    assert asked_anew
+        ))[1]
+        for top_k in (3, 3, 4)
+    )  # fmt: skip
+    starts = [at for at, done in enumerate(asked) if done == 0]
+    assert [b - a > 1 for a, b in itertools.pairwise([*starts, len(asked)])] == [True, False, True]
     assert again.examples == first.examples
-    assert torch.equal(again.log_probs, first.log_probs)
-    assert torch.equal(again.tokens, first.tokens)
+    assert torch.equal(again.log_probs, first.log_probs) and torch.equal(again.tokens, first.tokens)
 
 
-def test_the_divergence_is_that_of_kullback_and_leibler_with_all_unlikely_tokens_as_one():
-    generator = torch.Generator().manual_seed(0)
-    teacher, student = (torch.randn(6, 50, generator=generator).mul(3).log_softmax(-1) for _ in range(2))
+@pytest.mark.parametrize("k", [1, 5, 20, 50])
+def test_the_divergence_is_that_of_kullback_and_leibler_with_all_unlikely_tokens_as_one(k):
+    draw = torch.Generator().manual_seed(0)
+    teacher, student = torch.randn(2, 6, 50, generator=draw).mul(3).log_softmax(-1)
     order = teacher.argsort(descending=True)
+    likely = [log_probs.gather(1, order) for log_probs in (teacher, student)]
+    p, q = (torch.cat([each[:, :k], each[:, k:].logsumexp(1, keepdim=True)], 1) for each in likely)
+    expected = torch.nan_to_num(p.exp() * (p - q)).sum(-1)
+    assert torch.allclose(divergence(*(each[:, :k] for each in likely)), expected, atol=1e-3)
 
-    def parts(log_probs: torch.Tensor, k: int) -> torch.Tensor:
-        likely = log_probs.gather(1, order[:, :k])
-        rest = (1 - likely.exp().sum(-1, keepdim=True)).clamp(min=1e-9).log()
-        return torch.cat([likely, rest], 1) if k < 50 else likely
 
-    for k in (1, 5, 20, 50):
-        p, q = parts(teacher, k), parts(student, k)
-        found = divergence(teacher.gather(1, order[:, :k]), student.gather(1, order[:, :k]))
-        assert torch.allclose(found, (p.exp() * (p - q)).sum(-1), atol=1e-3)
+def test_a_student_that_is_sure_of_another_token_is_drawn_to_the_teachers():
     sure = torch.zeros(1, 10)
     sure[0, 3] = 200.0
     sure.requires_grad_()
     divergence(torch.tensor([[0.6, 0.3]]).log(), sure.log_softmax(-1)[:, :2]).sum().backward()
-    assert sure.grad.isfinite().all()
-    assert sure.grad[0, 0] < 0, "towards the teacher's"
+    assert sure.grad.isfinite().all() and sure.grad[0, 0] < 0
 
 
 # The command.
 
 
-class _Cli:
-    def __init__(self, home: Path, capsys: pytest.CaptureFixture[str], document: Path, questions: Path) -> None:
-        self.home, self._capsys, self._files = home, capsys, (document, questions)
+class Train(Cli):
+    """Trains on a short sheet for a moment, by the command."""
 
-    def __call__(self, *argv: str, form: str = "json") -> tuple[int, Any, str]:
-        document, questions = map(str, self._files)
-        status = main(
-            ["train", "--home", str(self.home), "--model", MODEL, "--document", document, "--id", "a", "--chunk-size",
-             "16", "--compress", "4x", "--questions", questions, "--set", "init=sci", "--steps", "6", "--set", "check_every=2",
-             "--set", "rate=0.2", "--accept", "0", "--set", "answer_tokens=4", "--format", form, *argv]
-        )  # fmt: skip
-        out, err = self._capsys.readouterr()
-        return status, json.loads(out) if out and form == "json" else out, err
+    def __init__(self, directory: Path, document: Document) -> None:
+        super().__init__(directory / "home")
+        (directory / "sheet.txt").write_text(document.text)
+        self.given = ["train", "--model", MODEL, "--document", directory / "sheet.txt", "--id", "a", "--chunk-size", 16, "--compress", "4x",
+                      "--questions", write_questions(directory / "asked.jsonl", document), "--set", "answer_tokens=4"]  # fmt: skip
+        self.briefly = ["--set", "init=sci", "--steps", 6, "--set", "check_every=2", "--set", "rate=0.2", "--accept", 0]
+
+    def __call__(self, *words: object) -> Ran:
+        return super().__call__(*self.given, *self.briefly, *words)
+
+    def files(self, name: str = "a") -> Path:
+        return self.home / "training" / name / "1"
 
 
 @pytest.fixture
-def train(made, tmp_path, capsys):
-    document = tmp_path / "sheet.txt"
-    document.write_text(made.document.text)
-    return _Cli(tmp_path / "home", capsys, document, write_questions(tmp_path / "asked.jsonl", made.document))
+def train(made, tmp_path):
+    return Train(tmp_path, made.document)
 
 
 def test_the_command_registers_a_trained_cartridge_that_carries_its_document(made, train, monkeypatch):
     """Also where a run before it ended between writing and registering."""
-
-    def fail(*_: object, **__: object) -> None:
-        raise OSError("disk full")
-
     with monkeypatch.context() as patch:
-        patch.setattr(Registry, "register", fail)
-        assert train()[0] == 1
+        patch.setattr(Registry, "register", Mock(side_effect=OSError("disk full")))
+        assert train().status == 1
     written = reading.load_manifest(train.home / "cartridges" / "a" / "1")
-    status, result, _ = train()
-    assert (status, result["digest"]) == (0, written.digest)
-    location = Registry(train.home / "registry.sqlite").find("a")
-    manifest = reading.load_manifest(Path(location.location), location.digest)
-    assert result["name"] == manifest.name == "a@1"
+    result = train.json()
+    manifest, root = train.artefact("a")
+    assert manifest.digest == result["digest"] == written.digest
+    assert (result["name"], result["promoted"]) == (manifest.name, True) == ("a@1", True)
     assert (manifest.kind, manifest.positions, manifest.payload.chunk_tokens) == ("trained", P, 16)
     assert result["compression"] == pytest.approx(len(made.ids) / P, abs=0.01)
-    assert reading.load_document_ids(manifest, Path(location.location)).tolist() == made.ids
-    assert manifest.provenance.document == "sheet.txt"
-    training = manifest.provenance.training
-    assert manifest.provenance.tool == f"lmcache-cartridge {__version__} train"
+    assert reading.load_document_ids(manifest, root).tolist() == made.ids
+    about, training = manifest.provenance, manifest.provenance.training
+    assert (about.document, about.tool) == ("sheet.txt", f"lmcache-cartridge {__version__} train")
     assert (training.init, training.objective, training.steps, training.seed) == ("sci", "distill", 6, 0)
     assert (training.best_step, training.loss, training.measured.cartridge) == (
         result["best_step"], result["loss"], result["measured"]["cartridge"]
     )  # fmt: skip
-    run = train.home / "training" / "a" / "1"
-    rows = [len((run / name).read_text().splitlines()) for name in FILES]
+    rows = [len((train.files() / name).read_text().splitlines()) for name in FILES]
     assert [training.questions, training.validation, training.measured.count] == rows
-    list(reading.verify(Path(location.location)))
-    losses = Path(result["losses"])
-    assert [json.loads(line)["step"] for line in losses.read_text().splitlines()][-1] == 6
-    assert losses.with_name("loss.png").read_bytes().startswith(b"\x89PNG")
-    assert not losses.with_name(CHECKPOINT).exists()
-    assert result["promoted"] is True
+    assert json.loads(Path(result["losses"]).read_text().splitlines()[-1])["step"] == 6
+    assert (train.files() / "loss.png").exists() and not (train.files() / CHECKPOINT).exists()
 
 
-def test_by_its_defaults_it_starts_from_a_compaction_ends_by_itself_and_keeps_what_the_document_adds(
-    made, tmp_path, capsys
-):
-    (tmp_path / "sheet.txt").write_text(made.document.text)
-    questions = str(write_questions(tmp_path / "questions.jsonl", made.document))
-    status = main(
-        ["train", "--home", str(tmp_path), "--model", MODEL, "--document", str(tmp_path / "sheet.txt"), "--id", "a",
-         "--chunk-size", "16", "--compress", "4x", "--questions", questions, "--set", "answer_tokens=4", "--set", "check_every=5",
-         "--set", "batch=16"]
-    )  # fmt: skip
-    out, err = capsys.readouterr()
-    assert status == 0, err
-    record = reading.load_manifest(tmp_path / "cartridges" / "a" / "1").provenance.training
-    assert record.init == "compact" and record.rate == pytest.approx(0.05, rel=0.3)
-    assert f"rate {record.rate:g}, by the size of the document's keys" in err
+def test_what_is_stored_in_int8_is_what_is_measured(train, monkeypatch):
+    measure, asked = gate.measure, []
+    monkeypatch.setattr(gate, "measure", lambda *given, **more: (asked.append(given[2]), measure(*given, **more))[1])
+    plain, small = train.json("--id", "plain"), train.json("--payload", "int8")
+    assert small["loss"] == plain["loss"], "the training is the same"
+    manifest, root = train.artefact("a")
+    assert (manifest.kind, manifest.payload.encoding, small["bytes"]) == ("trained", "int8", manifest.payload_bytes)
+    assert torch.equal(asked[-1], read_kv(manifest, root)) and not torch.equal(*asked)
+
+
+def test_by_its_defaults_it_starts_from_a_compaction_ends_by_itself_and_keeps_what_the_document_adds(train):
+    train.briefly = ["--set", "check_every=5", "--set", "batch=16"]
+    ran = train()
+    assert ran.status == 0, ran.err
+    record = train.artefact("a")[0].provenance.training
+    assert record.init == "compact" and "\nvalidation: " in ran.err, "refined where that is better"
+    assert record.rate == pytest.approx(0.05, rel=0.3)
     assert record.steps < Recipe().steps
-    assert f"ended after {record.steps} steps: validation questions got no better" in err
-    assert "validation questions got no better" in out
+    assert f"ended after {record.steps} steps: validation questions got no better" in ran.err
     assert record.measured.kept >= 0.9
-    assert f"it keeps {record.measured.kept:.0%} of what the document adds" in err
+    assert f"it keeps {record.measured.kept:.0%} of what the document adds" in ran.err
 
 
 @pytest.mark.parametrize(
@@ -568,31 +506,24 @@ def test_the_best_is_what_misses_least(made, scores, least, best_step, waited):
 
 
 def test_a_cartridge_that_answers_badly_is_not_registered_unless_that_is_accepted(train):
-    status, out, err = train("--accept", "0.8")
-    assert (status, out) == (1, "")
-    assert err.count("\n") == 1
-    for words in ("nothing is registered: it answers ", "of what the document adds", "the document 100.0%", "must keep 80%",
-                  "--restart", "--positions", "--accept", "--steps"):  # fmt: skip
-        assert words in err
-    assert not Registry(train.home / "registry.sqlite").all()
+    said = train.refused("--accept", "0.8")
+    assert "nothing is registered: it answers " in said and "must keep 80%" in said
     assert not (train.home / "cartridges").exists()
-    accept = re.search(r"with --accept ([\d.]+)\n", err)[1]
-    losses = train.home / "training" / "a" / "1" / LOSS
+    losses = train.files() / LOSS
     written = losses.stat().st_mtime_ns
-    status, out, err = train("--accept", accept, form="text")
-    assert (status, losses.stat().st_mtime_ns) == (0, written), "nothing is trained again"
-    assert f"registered as --accept {float(accept):g} says: it answers " in err
-    assert Registry(train.home / "registry.sqlite").find("a").name == "a@1"
+    accept = re.search(r"with --accept ([\d.]+)\n", said)[1]
+    ran = train("--accept", accept)
+    assert (ran.status, losses.stat().st_mtime_ns) == (0, written), "nothing is trained again"
+    assert f"registered as --accept {float(accept):g} says: it answers " in ran.err
+    assert train.artefact("a")[0].name == "a@1"
 
 
-def test_the_gate_judges_by_what_the_document_adds():
-    def kept(nothing: float, document: float, cartridge: float) -> float | None:
-        return gate.measured("questions", 50, nothing, document, cartridge).kept
-
-    assert kept(0.05, 1.0, 0.29) == pytest.approx(0.2526, abs=1e-4)
-    assert kept(0.5, 0.9, 0.9) == pytest.approx(1.0)
-    assert kept(0.5, 0.9, 0.5) == pytest.approx(0.0)
-    assert kept(0.5, 0.54, 0.54) is None, "such questions tell nothing"
+@pytest.mark.parametrize(("nothing", "document", "cartridge", "kept"), [
+    (0.05, 1.0, 0.29, 0.2526), (0.5, 0.9, 0.9, 1.0), (0.5, 0.9, 0.5, 0.0), (0.5, 0.54, 0.54, None),
+])  # fmt: skip
+def test_the_gate_judges_by_what_the_document_adds(nothing, document, cartridge, kept):
+    """Where that is little the questions tell nothing."""
+    assert gate.measured("questions", 50, nothing, document, cartridge).kept == (kept and pytest.approx(kept, abs=1e-4))
 
 
 def test_what_is_measured_is_what_the_model_says_by_itself(made, run):
@@ -609,25 +540,21 @@ def test_what_is_measured_is_what_the_model_says_by_itself(made, run):
 
 
 def test_no_question_that_measures_it_has_any_part_in_the_cartridge(train, made, tmp_path):
-    """The control: the same training with other answers to the questions that choose is another cartridge."""
-    digests = []
-    for name, answer in (("right", None), ("wrong", "none")):
-        test = [Question(f.text, answer or f.answer) for f in questions_on(made.document, ["{attribute} {patient}?"])]
-        save(test[:8], tmp_path / f"{name}.jsonl")
-        status, result, err = train("--id", name, "--held-out", str(tmp_path / f"{name}.jsonl"), "--set", "rate=20")
-        assert (status, err) == (0, "")
-        digests.append(reading.load_manifest(train.home / "cartridges" / name / "1").payload.checksums)
-        kept = result["measured"]["document"]
-        run = Path(result["losses"]).parent
-        chosen, choosing, asked = ({q.text for q in read(run / file)} for file in FILES)
-        assert len(asked) == result["measured"]["count"] == 8
+    """The control: the same training with other answers to the questions that measure is the same cartridge."""
+    test = questions_on(made.document, ["{attribute} {patient}?"])[:8]
+    for name in ("right", "wrong"):
+        save([q if name == "right" else q._replace(answer="none") for q in test], tmp_path / name)
+        measured = train.json("--id", name, "--held-out", tmp_path / name, "--set", "rate=20")["measured"]
+        chosen, choosing, asked = ({q.text for q in read(train.files(name) / file)} for file in FILES)
+        assert len(asked) == measured["count"] == 8
         assert not (chosen & choosing or asked & (chosen | choosing))
-    assert digests[0] == digests[1]
-    assert kept <= 0.2, "but they were asked"
+    right, wrong = (train.artefact(name)[0].payload.checksums for name in ("right", "wrong"))
+    assert right == wrong
+    assert measured["document"] <= 0.2, "but they were asked"
 
 
 def test_an_interrupted_command_goes_on_says_how_and_ends_as_if_it_had_not_been(train, monkeypatch):
-    expected = train("--id", "whole")[1]
+    train.json("--id", "whole")
     step, steps = torch.optim.AdamW.step, itertools.count(1)
 
     def interrupted(*given: Any, **named: Any) -> None:
@@ -637,74 +564,46 @@ def test_an_interrupted_command_goes_on_says_how_and_ends_as_if_it_had_not_been(
 
     with monkeypatch.context() as patch:
         patch.setattr(torch.optim.AdamW, "step", interrupted)
-        assert train()[0] == 130
-    assert not Registry(train.home / "registry.sqlite").all()[1:], "nothing was registered"
-    run = train.home / "training" / "a" / "1"
-    assert (run / "loss.png").exists()
-    status, _, err = train("--set", "rate=0.1")
-    assert status == 1
-    assert "differs in recipe" in err
-    assert "--restart" in err
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    status, out, err = train(form="text")
-    assert (status, "interval" in out) == (0, True)
-    for words in ("going on with the training", "p = 32 positions for a document of 135 tokens", "loss=",
-                  "rounded to whole chunks of 16", "questions to train on"):  # fmt: skip
-        assert words in err
-    result = json.loads((run / LOSS).read_text().splitlines()[-1])
-    whole = json.loads((train.home / "training" / "whole" / "1" / LOSS).read_text().splitlines()[-1])
-    assert result == whole
-    assert expected["loss"] == pytest.approx(json.loads((run / LOSS).read_text().splitlines()[-2])["loss"], rel=0.05)
+        assert train().status == 130
+    assert not (train.home / "cartridges" / "a").exists()
+    assert (train.files() / "loss.png").exists()
+    said = train.refused("--set", "rate=0.1")
+    assert "differs in recipe" in said and "--restart" in said
+    ran = train()
+    assert ran.status == 0 and "going on with the training" in ran.err
+    whole, cut = ((train.files(name) / LOSS).read_text() for name in ("whole", "a"))
+    assert whole == cut
 
 
 def test_a_run_without_questions_does_not_bind_the_next_restart_forgets_one_and_what_lies_there_keeps_its_version(
     train, tmp_path
 ):
     (tmp_path / "few.jsonl").write_text(json.dumps({"question": "ward of Mora?"}))
-    status, _, err = train("--questions", str(tmp_path / "few.jsonl"))
-    assert (status, "1 questions are too few" in err) == (1, True)
-    run = train.home / "training" / "a" / "1"
-    run.mkdir(parents=True, exist_ok=True)
-    (run / "run.json").write_text(json.dumps({"id": "a"}))
+    assert "1 questions are too few" in train.refused("--questions", tmp_path / "few.jsonl")
+    train.files().mkdir(parents=True, exist_ok=True)
+    (train.files() / "run.json").write_text(json.dumps({"id": "a"}))
     for name in FILES:
-        save([Question(name)], run / name)
-    assert train()[0] == 1
-    status, result, _ = train("--restart")
-    assert (status, result["name"]) == (0, "a@1")
+        save([Question(name)], train.files() / name)
+    train.refused()
+    assert train.json("--restart")["name"] == "a@1"
     (train.home / "cartridges" / "a" / "2").mkdir()
-    status, result, _ = train("--no-promote")
-    assert (status, result["name"], result["promoted"]) == (0, "a@3", False)
-    assert Registry(train.home / "registry.sqlite").find("a").name == "a@1"
+    result = train.json("--no-promote")
+    assert (result["name"], result["promoted"], train.artefact("a")[0].name) == ("a@3", False, "a@1")
 
 
-@pytest.mark.parametrize(
-    ("argv", "word"),
-    [
-        (("--id", "../up"), "cannot be a cartridge id"),
-        (("--model", "nowhere"), "nowhere is neither a directory"),
-        (("--set", "rate=0"), "--set rate=0 must be a number above 0"),
-        (("--set", "jitter=-1"), "--set jitter=-1 must be a whole number of at least 0"),
-        (("--set", "schedule=none"), "--set schedule=none must be one of plateau, cosine, constant"),
-        (("--set", "batch=1.5"), "--set batch=1.5 must be a whole number"),
-        (("--set", "wings=2"), "there is no such setting of a training; there are objective, top_k"),
-        (("--writer-url", "http://localhost"), "say how many"),
-        (("--chunk-size", "256"), "p = 256 positions cannot stand for a document of 135 tokens"),
-    ],
-    ids=lambda argv: argv[0] if isinstance(argv, tuple) else "",
-)
-def test_what_cannot_be_trained_is_one_line_and_leaves_nothing(train, argv, word):
-    status, out, err = train(*argv)
-    assert (status, out) == (1, "")
-    assert err.startswith("lmcache-cartridge: ")
-    assert err.count("\n") == 1
-    assert word in err
-    assert not (train.home / "training").exists()
-    assert not (train.home / "cartridges").exists()
+@pytest.mark.parametrize(("option", "value", "said"), [
+    ("--id", "../up", "cannot be a cartridge id"), ("--model", "nowhere", "nowhere is neither a directory"),
+    ("--set", "rate=0", "--set rate=0 must be a number above 0"), ("--set", "jitter=-1", "jitter=-1 must be a whole number of at least 0"),
+    ("--set", "schedule=none", "schedule=none must be one of plateau, cosine, constant"), ("--set", "batch=1.5", "batch=1.5 must be a whole number"),
+    ("--set", "wings=2", "there is no such setting of a training; there are objective, top_k"),
+    ("--writer-url", "http://localhost", "say how many"), ("--chunk-size", 256, "p = 256 positions cannot stand for a document of 135 tokens"),
+])  # fmt: skip
+def test_what_cannot_be_trained_is_one_line_and_leaves_nothing(train, option, value, said):
+    told = train.refused(option, value)
+    assert told.startswith("lmcache-cartridge: ") and told.count("\n") == 1 and said in told
+    assert not (train.home / "training").exists() and not (train.home / "cartridges").exists()
 
 
 def test_a_document_too_long_for_the_model_is_refused(train, made, tmp_path):
-    long = tmp_path / "long.txt"
-    long.write_text("\n".join([made.document.text] * 80))
-    status, _, err = train("--document", str(long))
-    assert status == 1
-    assert "the model's context is 8192" in err
+    (tmp_path / "sheet.txt").write_text("\n".join([made.document.text] * 80))
+    assert "the model's context is 8192" in train.refused()
