@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 from types import SimpleNamespace
 from typing import Any
@@ -61,8 +62,10 @@ def _model(tokenizer: Any, template: str | None) -> Any:
     return model
 
 
-def _turns(contents: list[str]) -> list[dict[str, str]]:
-    return [{"role": "assistant" if n % 2 else "user", "content": content} for n, content in enumerate(contents)]
+def _turns(*contents: str, system: str | None = None) -> list[Message]:
+    """Return a conversation, with a system message or without."""
+    turns = [Message("assistant" if n % 2 else "user", content) for n, content in enumerate(contents)]
+    return turns if system is None else [Message("system", system), *turns]
 
 
 def _rendered(tokenizer: Any, messages: Any, **options: Any) -> list[int]:
@@ -73,38 +76,31 @@ def _rendered(tokenizer: Any, messages: Any, **options: Any) -> list[int]:
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_cartridge_and_what_goes_behind_it_are_the_templates_tokens_of_the_whole_conversation(tokenizer, name, end):
-    model, document = _model(tokenizer, TEMPLATES[name]), SHEET.strip() + end
-    ids, chat = render(model, [Message("system", document)], {})
-    assert tokenizer.decode(ids).rstrip("\n").removesuffix("<|im_end|>")[-40:].find(document.strip()[-20:-9]) >= 0, (
-        "it is whole"
-    )
+    document = SHEET.strip() + end
+    ids, chat = render(_model(tokenizer, TEMPLATES[name]), _turns(system=document), {})
+    assert document.strip()[-20:-9] in tokenizer.decode(ids)[-60:], "it is whole"
     assert len(chat.prefix) < len(ids) / 4 and len(chat.messages[0].content) == STAND_IN
     for contents in CONVERSATIONS:
-        whole = _rendered(tokenizer, [{"role": "system", "content": document}, *_turns(contents)])
-        behind = chat.behind(_rendered(tokenizer, [*chat.messages, *msgspec.convert(_turns(contents), list[Message])]))
-        assert [*ids, *(behind or [])] == whole, contents
+        behind = chat.behind(_rendered(tokenizer, [*chat.messages, *_turns(*contents)]))
+        assert [*ids, *(behind or [])] == _rendered(tokenizer, _turns(*contents, system=document)), contents
 
 
 def test_a_request_rendered_by_itself_gets_another_prompt(tokenizer):
     """The negative control: what a cartridge without a chat gets, for which the template adds its own system prompt."""
     model = _model(tokenizer, CHATML)
-    ids, chat = render(model, [Message("system", SHEET)], {})
-    whole = _rendered(tokenizer, [{"role": "system", "content": SHEET}, *_turns(["Hi"])])
-    alone = _rendered(tokenizer, _turns(["Hi"]))
-    assert [*ids, *alone] != whole
+    ids, chat = render(model, _turns(system=SHEET), {})
+    whole, alone = (_rendered(tokenizer, _turns("Hi", system=system)) for system in (SHEET, None))
+    assert [*ids, *alone] != whole == [*ids, *question_ids(model, "Hi", chat)]
     assert "You are a helpful assistant" in tokenizer.decode(alone)
-    assert [*ids, *question_ids(model, "Hi", chat)] == whole
 
 
-def test_several_messages_and_other_roles_are_a_cartridge_too(tokenizer):
-    model = _model(tokenizer, INSIDE)
-    messages = [Message("user", SHEET), Message("assistant", "Read.")]
+@pytest.mark.parametrize(
+    ("template", "messages"), [(INSIDE, [("user", SHEET), ("assistant", "Read.")]), (HEADERS, [("user", SHEET)])]
+)
+def test_several_messages_and_other_roles_are_a_cartridge_too(tokenizer, template, messages):
+    model, messages = _model(tokenizer, template), [Message(*each) for each in messages]
     ids, chat = render(model, messages, {})
-    whole = _rendered(tokenizer, [*messages, *msgspec.convert(_turns(["Hi"]), list[Message])])
-    assert [*ids, *question_ids(model, "Hi", chat)] == whole
-    model, asked = _model(tokenizer, HEADERS), [Message("user", SHEET), Message("user", "Hi")]
-    ids, chat = render(model, asked[:1], {})
-    assert [*ids, *question_ids(model, "Hi", chat)] == _rendered(tokenizer, asked)
+    assert [*ids, *question_ids(model, "Hi", chat)] == _rendered(tokenizer, [*messages, *_turns("Hi")])
 
 
 @pytest.mark.parametrize(
@@ -134,80 +130,70 @@ def _begun(tokenizer: Any, template: str, messages: list[Message]) -> tuple[list
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_server_goes_on_with_what_its_own_template_makes(tokenizer, name, end):
-    document = SHEET.strip() + end
-    first = [Message("system", document), Message("user", "Well?"), Message("assistant", "Yes.")]
+    first = _turns("Well?", "Yes.", system=SHEET.strip() + end)
     ids, chat = _begun(tokenizer, TEMPLATES[name], first)
     for contents in CONVERSATIONS:
-        later = msgspec.convert(_turns(contents), list[Message])
-        behind = chat.behind(_rendered(tokenizer, [*chat.messages, *later]))
-        assert [*ids, *(behind or [])] == _rendered(tokenizer, [*first, *later]), contents
+        behind = chat.behind(_rendered(tokenizer, [*chat.messages, *_turns(*contents)]))
+        assert [*ids, *(behind or [])] == _rendered(tokenizer, [*first, *_turns(*contents)]), contents
 
 
 @pytest.mark.parametrize("template", [LAST, INSIDE, COUNTING])
 def test_a_server_refuses_messages_that_are_no_beginning(tokenizer, template):
     with pytest.raises(ArtifactError, match="does not begin a conversation that goes on"):
-        _begun(tokenizer, template, [Message("system", SHEET)])
+        _begun(tokenizer, template, _turns(system=SHEET))
 
 
 def test_a_date_that_is_given_goes_with_every_request(tokenizer):
     model, date = _model(tokenizer, DATED), {"date_string": "26 Jul 2024"}
-    ids, chat = render(model, [Message("system", SHEET)], date)
+    ids, chat = render(model, _turns(system=SHEET), date)
     assert chat.arguments == date
-    whole = _rendered(tokenizer, [{"role": "system", "content": SHEET}, *_turns(["Hi"])], **date)
-    assert [*ids, *question_ids(model, "Hi", chat)] == whole
-    assert chat.behind(_rendered(tokenizer, [*chat.messages, Message("user", "Hi")])) is None, "today's"
+    assert [*ids, *question_ids(model, "Hi", chat)] == _rendered(tokenizer, _turns("Hi", system=SHEET), **date)
+    assert chat.behind(_rendered(tokenizer, [*chat.messages, *_turns("Hi")])) is None, "today's"
 
 
-def test_tools_that_change_the_beginning_are_told_from_those_that_do_not(tokenizer):
+@pytest.mark.parametrize(
+    ("template", "goes_on"), [(CHATML, False), (HEADERS + "{% if tools %}{{ tools | tojson }}{% endif %}", True)]
+)
+def test_tools_that_change_the_beginning_are_told_from_those_that_do_not(tokenizer, template, goes_on):
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-    behind = []
-    for template in (CHATML, HEADERS + "{% if tools %}{{ tools | tojson }}{% endif %}"):
-        _, chat = render(_model(tokenizer, template), [Message("system", SHEET)], {})
-        behind.append(chat.behind(_rendered(tokenizer, [*chat.messages, Message("user", "Hi")], tools=tools)))
-    assert behind[0] is None and behind[1] is not None
+    _, chat = render(_model(tokenizer, template), _turns(system=SHEET), {})
+    behind = chat.behind(_rendered(tokenizer, [*chat.messages, *_turns("Hi")], tools=tools))
+    assert (behind is not None) == goes_on
 
 
 @pytest.mark.parametrize("name", ["headers", "inside"])
 def test_a_second_bos_before_the_templates_own_is_left_out_and_no_other(tokenizer, name):
     bos = tokenizer.bos_token_id
-    _, chat = render(_model(tokenizer, TEMPLATES[name]), [Message("system", SHEET)], {})
-    whole = _rendered(tokenizer, [*chat.messages, Message("user", "Hi")])
+    _, chat = render(_model(tokenizer, TEMPLATES[name]), _turns(system=SHEET), {})
+    whole = _rendered(tokenizer, [*chat.messages, *_turns("Hi")])
     assert chat.behind([bos, *whole], bos) == chat.behind(whole, bos) == chat.behind(whole)
-    assert chat.behind([bos, *whole]) is None and chat.behind(whole[1:], bos) is None and chat.behind([], bos) is None
+    assert [chat.behind(*given) for given in (([bos, *whole],), (whole[1:], bos), ([], bos))] == [None] * 3
     assert chat.behind([*chat.prefix, bos, bos], bos) == [bos, bos]
 
 
 def test_offline_messages_go_on_behind_it_and_text_and_ids_as_they_are(tokenizer):
     model = _model(tokenizer, CHATML.replace("{% if messages[0]", "{{ bos_token }}{% if messages[0]", 1))
-    ids, chat = render(model, [Message("system", SHEET)], {})
-    whole = _rendered(tokenizer, [{"role": "system", "content": SHEET}, *_turns(["Hi"])])
-    assert [*ids, *ids_behind(chat, tokenizer, _turns(["Hi"]))] == whole
-    assert ids_behind(None, tokenizer, _turns(["Hi"])) == _rendered(tokenizer, _turns(["Hi"]))[1:] != whole[len(ids) :]
-    bos, text = tokenizer.bos_token_id, tokenizer.encode("Hi", add_special_tokens=False)
-    assert ids_behind(chat, tokenizer, "Hi") == ids_behind(chat, tokenizer, [bos, *text]) == text
+    ids, chat = render(model, _turns(system=SHEET), {})
+    whole, asked = _rendered(tokenizer, _turns("Hi", system=SHEET)), msgspec.to_builtins(_turns("Hi"))
+    assert [*ids, *ids_behind(chat, tokenizer, asked)] == whole
+    assert ids_behind(None, tokenizer, asked) == _rendered(tokenizer, asked)[1:] != whole[len(ids) :]
+    text = tokenizer.encode("Hi", add_special_tokens=False)
+    assert ids_behind(chat, tokenizer, "Hi") == ids_behind(chat, tokenizer, [tokenizer.bos_token_id, *text]) == text
     tokenizer.chat_template = HEADERS
     with pytest.raises(Refusal, match="does not begin this conversation"):
-        ids_behind(chat, tokenizer, _turns(["Hi"]))
+        ids_behind(chat, tokenizer, asked)
 
 
 # Files.
 
 
-@pytest.fixture(scope="module")
-def model():
-    return CausalModel(str(MODEL_DIR))
-
-
 NO_IDS = "not a list of at least one whole number"
 
 
-@pytest.mark.parametrize("form", ["json", "words", "lines", "npy"])
-def test_token_ids_made_elsewhere_are_read_in_each_form(model, tmp_path, form):
-    ids, path = [5, 0, 639, 7], tmp_path / ("ids.npy" if form == "npy" else "ids.txt")
-    if form == "npy":
-        np.save(path, np.array(ids, dtype=np.int32))
-    else:
-        path.write_text({"json": json.dumps(ids), "words": "5 0 639 7", "lines": "5\n0\n639\n7\n"}[form])
+@pytest.mark.parametrize("text", ["[5, 0, 639, 7]", "5 0 639 7", "5\n0\n639\n7\n", None])
+def test_token_ids_made_elsewhere_are_read_in_each_form(model, tmp_path, text):
+    ids, path = [5, 0, 639, 7], tmp_path / ("ids.txt" if text else "ids.npy")
+    path.write_text(text) if text else np.save(path, np.array(ids, dtype=np.int32))
     assert read_ids(model, path).ids == ids
 
 
@@ -251,27 +237,25 @@ def _build(cli: Cli, *options: object) -> None:
     cli.json("build", "--model", MODEL_DIR, "--id", "a", *document, *options)
 
 
-def test_a_document_is_built_as_the_system_message_and_says_so(tmp_path, cli):
+def test_a_document_is_built_as_the_system_message_and_says_so(model, tmp_path, cli):
     (tmp_path / "t.jinja").write_text(WARD)
     _build(cli, "--chat", "system", "--chat-template", tmp_path / "t.jinja")
     cli.json("build", "--from", "a", "--payload", "int8", "--id", "b")
     of_a = cli.refused("build", "--from", "a", "--id", "c", "--model", MODEL_DIR, "--compact", "4x")
     assert "is of a chat" in of_a
     (plain, root), (smaller, _) = map(cli.artefact, "ab")
-    tokenizer = CausalModel(str(MODEL_DIR)).tokenizer
+    tokenizer, question = copy.copy(model.tokenizer), _turns("blood of Tehor?")
     tokenizer.chat_template = WARD
-    whole = _rendered(tokenizer, [{"role": "system", "content": SHEET}, *_turns(["blood of Tehor?"])])
-    assert plain.chat is not None and plain.chat == smaller.chat
-    behind = plain.chat.behind(_rendered(tokenizer, [*plain.chat.messages, Message("user", "blood of Tehor?")]))
+    assert plain.chat == smaller.chat
+    behind = plain.chat.behind(_rendered(tokenizer, [*plain.chat.messages, *question]))
     ids = reading.load_token_ids(plain, root).tolist()
-    assert behind is not None and [*ids, *behind] == whole
-    assert plain.provenance.canary is not None and plain.provenance.canary.top1_equal and plain.canary is not None
+    assert [*ids, *behind] == _rendered(tokenizer, [Message("system", SHEET), *question])
+    assert plain.provenance.canary.top1_equal and plain.canary is not None
 
 
 def test_messages_and_ids_are_built_too(model, tmp_path, cli):
-    messages = _turns(["blood of Tehor?", "A+"])
-    messages.insert(0, {"role": "system", "content": SHEET[:1500]})
-    (tmp_path / "m.json").write_text(json.dumps(messages))
+    messages = _turns("blood of Tehor?", "A+", system=SHEET[:1500])
+    (tmp_path / "m.json").write_bytes(msgspec.json.encode(messages))
     _build(cli, "--messages", tmp_path / "m.json")
     ids = _rendered(model.tokenizer, messages, add_generation_prompt=False)
     (tmp_path / "ids.json").write_text(json.dumps(ids))
@@ -279,7 +263,7 @@ def test_messages_and_ids_are_built_too(model, tmp_path, cli):
     (chat, _), (plain, _) = made = [cli.artefact(name) for name in ("a@1", "a@2")]
     assert [reading.load_token_ids(*each).tolist() for each in made] == [ids, ids]
     assert [m.role for m in chat.chat.messages] == ["system", "user", "assistant"] and plain.chat is None
-    assert (chat.provenance.document, plain.provenance.document) == ("m.json", "ward-a.txt")
+    assert chat.provenance.document == "m.json"
     assert chat.digest != plain.digest, "requests go on with them otherwise"
 
 

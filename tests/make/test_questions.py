@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,32 +26,26 @@ from lmcache_cartridge.make.questions import (
     split,
 )
 
-
-def _write(path: Path, *rows: object) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 # From a file.
 
 
-def test_questions_are_read_from_json_lines_and_from_one_list(tmp_path):
-    rows = [{"question": "a?", "answer": "1"}, {"question": "b?"}, {"question": "c?", "answer": None, "more": 1}]
-    expected = [Question("a?", "1"), Question("b?"), Question("c?")]
-    assert read(_write(tmp_path / "lines", *rows)) == expected
-    assert read(_write(tmp_path / "list", rows)) == expected
-
-
-def test_a_question_that_stands_twice_is_read_once(tmp_path):
-    path = _write(tmp_path / "q", {"question": "a?", "answer": "1"}, {"question": "b?"}, {"question": "a?"})
-    assert read(path) == [Question("a?", "1"), Question("b?")]
+def test_questions_are_read_once_from_json_lines_and_from_one_list(tmp_path):
+    rows = [
+        {"question": "a?", "answer": "1"},
+        {"question": "b?"},
+        {"question": "c?", "answer": None, "more": 1},
+        {"question": "a?"},
+    ]
+    (tmp_path / "lines").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "list").write_text(json.dumps(rows))
+    for name in ("lines", "list"):
+        assert read(tmp_path / name) == [Question("a?", "1"), Question("b?"), Question("c?")]
 
 
 def test_what_is_saved_is_read_back(tmp_path):
     questions = [Question("é?", "ü"), Question('"\n"?')]
     save(questions, tmp_path / "below" / "q.jsonl")
     assert read(tmp_path / "below" / "q.jsonl") == questions
-    assert [path.name for path in (tmp_path / "below").iterdir()] == ["q.jsonl"]
 
 
 @pytest.mark.parametrize(("content", "word"), [
@@ -69,15 +63,12 @@ def test_a_file_of_something_else_is_refused_and_named(tmp_path, content, word):
 # Parts.
 
 
-def test_a_tenth_chooses_a_tenth_measures_and_none_is_in_two_parts():
-    asked = [Question(f"{n}?") for n in range(100)]
+@pytest.mark.parametrize(("count", "sizes"), [(100, [80, 10, 10]), (3, [1, 1, 1]), (9000, [8488, 256, 256])])
+def test_a_tenth_chooses_a_tenth_measures_and_none_is_in_two_parts(count, sizes):
+    asked = [Question(f"{n}?") for n in range(count)]
     parts = split(asked)
-    assert [len(part) for part in parts] == [80, 10, 10] and set(parts.fit + parts.validation + parts.test) == set(
-        asked
-    )
+    assert [len(part) for part in parts] == sizes and {*parts.fit, *parts.validation, *parts.test} == {*asked}
     assert split(asked) == parts, "the same ones for the same questions"
-    assert [len(part) for part in split(asked[:3])] == [1, 1, 1]
-    assert [len(part) for part in split([Question(f"{n}?") for n in range(9000)])] == [8488, 256, 256]
 
 
 def test_questions_given_to_measure_by_are_in_no_other_part():
@@ -109,22 +100,20 @@ def test_slices_lie_all_over_the_document_and_break_no_word():
 
 
 def test_self_study_shows_its_writer_slices_and_keeps_what_it_asks():
-    shown = []
+    document, runs, counted = "word " * 2000, [], []
+    for _ in range(2):
+        shown: list[tuple[str, str, int]] = []
 
-    def write(text: str, instruction: str, seed: int) -> str:
-        shown.append((text, instruction, seed))
-        return f"\nQuestion: what of {len(shown)}?\nAnswer: nothing"
+        def write(*given: Any, shown: list = shown) -> str:
+            shown.append(given)
+            return f"\nQuestion: what of {len(shown)}?\nAnswer: nothing"
 
-    document = "word " * 2000
-    counted = []
-    found = self_study(write, document, 5, seed=1, progress=lambda what, done, total: counted.append((done, total)))
-    assert found == [Question(f"what of {i}?") for i in range(1, 6)]
-    assert counted == [(i, 5) for i in range(1, 6)]
-    assert all(text in document for text, _, _ in shown)
-    assert len({seed for _, _, seed in shown}) == 5
-    first, shown = shown, []
-    self_study(write, document, 5, seed=1)
-    assert shown == first, "another run asks for the same"
+        found = self_study(write, document, 5, seed=1, progress=lambda what, done, total: counted.append((done, total)))
+        assert found == [Question(f"what of {i}?") for i in range(1, 6)]
+        runs.append(shown)
+    assert counted == [(i, 5) for i in range(1, 6)] * 2
+    assert all(text in document for text, _, _ in shown) and len({seed for _, _, seed in shown}) == 5
+    assert runs[0] == runs[1], "another run asks for the same"
 
 
 def test_self_study_asks_again_for_what_it_has_or_cannot_use_and_then_makes_do():
