@@ -6,13 +6,15 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
+from commands import Cli
 from making import files_under, flip_bit, make_artifact
 
 from lmcache_cartridge import __version__
@@ -26,51 +28,17 @@ from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.settings import HOME_VARIABLE
 
 
-class _Ran(NamedTuple):
-    status: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
-
-
-class _Cli:
-    """Runs commands in this process, on a home of their own."""
-
-    def __init__(self, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        self.home, self._capsys = home, capsys
-
-    def __call__(self, *argv: str | Path) -> _Ran:
-        self._capsys.readouterr()
-        return _Ran(main([str(word) for word in argv]), *self._capsys.readouterr())
-
-    def json(self, *argv: str | Path) -> Any:
-        """Run a command that must succeed and return what it tells programs."""
-        ran = self(*argv, "--format", "json")
-        assert (ran.status, ran.err) == (0, ""), ran.err
-        return ran.json
-
-
-@pytest.fixture
-def cli(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv(HOME_VARIABLE, str(tmp_path / "home"))
-    return _Cli(tmp_path / "home", capsys)
-
-
 def _make(tmp_path: Path, name: str = "doc", **arguments: Any) -> Path:
     root = tmp_path / "artefacts" / f"{name}-{arguments.get('version', 1)}-{arguments.get('seed', 0)}"
-    make_artifact(root, **({"positions": 40, "cartridge_id": name} | arguments))
+    make_artifact(root, positions=40, cartridge_id=name, **arguments)
     return root
 
 
-def _assert_one_line(ran: _Ran, *words: str) -> None:
-    assert ran.status == 1
-    assert ran.out == ""
-    assert re.fullmatch(r"lmcache-cartridge: [^\n]+\n", ran.err), ran.err
-    for word in words:
-        assert word in ran.err
+def _refused(cli: Cli, *words: object) -> str:
+    """Return what a command says in the one line that it ends with."""
+    said = cli.refused(*words)
+    assert re.fullmatch(r"lmcache-cartridge: [^\n]+\n", said), said
+    return said
 
 
 def _commands(group: Any = COMMANDS, before: str = "") -> dict[str, Any]:
@@ -82,10 +50,9 @@ def _commands(group: Any = COMMANDS, before: str = "") -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", _commands())
-def test_a_command_explains_itself_in_a_sentence_and_an_example_that_is_understood(cli, tmp_path, monkeypatch, name):
-    ran = cli(*name.split(), "--help")
-    assert ran.status == 0
-    paragraphs = [" ".join(p.split()) for p in ran.out.split("\n\n")]
+def test_a_command_explains_itself_in_a_sentence_and_an_example_that_is_understood(capsys, tmp_path, monkeypatch, name):
+    assert main([*name.split(), "--help"]) == 0
+    paragraphs = [" ".join(p.split()) for p in capsys.readouterr().out.split("\n\n")]
     assert re.fullmatch(r"[A-Z].{15,}\.", paragraphs[1]), paragraphs[1]
     text = " ".join(paragraphs)
     assert "--format <text|json> for people or programs" in text and "--home <path>" in text
@@ -99,9 +66,10 @@ def test_a_command_explains_itself_in_a_sentence_and_an_example_that_is_understo
     _commands()[name].make_context(name, words)  # raises what the command line would be refused with
 
 
-def test_the_list_of_commands_cuts_no_sentence(cli, monkeypatch):
+def test_the_list_of_commands_cuts_no_sentence(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    listed = cli("--help").out.partition("Commands:\n")[2].partition("\n\n")[0].splitlines()
+    main(["--help"])
+    listed = capsys.readouterr().out.partition("Commands:\n")[2].partition("\n\n")[0].splitlines()
     assert len(listed) >= 15
     assert [line for line in listed if line.endswith("...") or not line.endswith(".")] == []
 
@@ -162,12 +130,13 @@ def test_what_goes_into_a_pipe_is_plain_and_json_where_it_is_asked_for(cli, tmp_
             json.loads(out)
 
 
-def test_progress_is_shown_on_a_terminal(cli, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("form", "is_tty"), [("text", True), ("text", False), ("json", True)])
+def test_progress_is_shown_to_people_on_a_terminal(cli, tmp_path, capsys, monkeypatch, form, is_tty):
     cli.json("import", _make(tmp_path))
-    assert cli("verify", "doc").err == ""
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    assert "3/3" in cli("verify", "doc").err
-    assert cli("verify", "doc", "--format", "json").err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_tty, raising=False)
+    assert main(["verify", "doc", "--home", str(cli.home), "--format", form]) == 0
+    said = capsys.readouterr().err
+    assert "3/3" in said if (form, is_tty) == ("text", True) else said == ""
 
 
 @pytest.mark.parametrize("argv", [
@@ -192,8 +161,9 @@ def test_a_cartridge_is_registered_labelled_listed_and_described(cli, tmp_path):
     digest = json.loads((root / MANIFEST).read_bytes())["digest"]
     size = registered.pop("bytes")
     assert registered == {"name": "doc@1", "promoted": True, "positions": 40, "digest": digest}
-    cli.json("label", "current", "doc")
+    assert ["name", "doc@1"] in [line.split() for line in cli("import", root).out.splitlines()]
     assert cli.json("label", "stable", "doc") == {"label": "stable", "name": "doc@1"}
+    assert cli("label", "current", "doc").out == "current means doc@1\n"
     (row,) = cli.json("list")
     assert row == {
         "id": "doc", "version": 1, "current": True, "kind": "prefill", "positions": 40, "bytes": size,
@@ -201,57 +171,35 @@ def test_a_cartridge_is_registered_labelled_listed_and_described(cli, tmp_path):
         "quarantined": False, "digest": digest,
     }  # fmt: skip
     assert datetime.fromisoformat(row["registered"]).utcoffset() == timedelta(0)
+    heading, _, line = cli("list").out.splitlines()
+    assert heading.split() == list(row)
+    assert line.split()[:6] == ["doc", "1", "yes", "prefill", "40", "64.0"]
     for name in ("doc", "doc@1", "current"):
         described = cli.json("show", name)
         assert (described["digest"], described["location"]) == (digest, str(root))
-        assert described["fingerprint"]["layers"] == 3
-        assert described["quarantined"] is None
-
-
-def test_people_are_told_the_same(cli, tmp_path):
-    root = _make(tmp_path)
-    ran = cli("import", root)
-    assert ran.status == 0 and ["name", "doc@1"] in [line.split() for line in ran.out.splitlines()]
-    assert cli("label", "current", "doc")[:2] == (0, "current means doc@1\n")
-    heading, rule, row = cli("list").out.splitlines()
-    assert (
-        heading.split()
-        == "id version current kind positions bytes model registered lora labels quarantined digest".split()
-    )
-    assert set(rule) == {"-", " "}
-    assert row.split()[:6] == ["doc", "1", "yes", "prefill", "40", "64.0"]
-    assert str(root) in cli("show", "current").out
+    assert described["fingerprint"]["layers"] == 3 and str(root) in cli("show", "doc").out
 
 
 def test_what_is_made_again_unchanged_is_there_already_and_no_new_version(cli, tmp_path):
     (tmp_path / "doc.txt").write_text("Patient Mora: ward 7. Patient Lind: ward 8.")
     cli.json("import", _make(tmp_path))
     built = ["build", "--model", MODEL_DIR, "--document", tmp_path / "doc.txt", "--id", "built"]
-    for made, other in (
-        (built, [*built, "--canary", "Question: who?"]),
-        (["build", "--from", "doc", "--payload", "int8", "--id", "small"], None),
-    ):
+    small = ["build", "--from", "doc", "--payload", "int8", "--id", "small"]
+    for made in (built, small):
         first, again = cli.json(*made), cli.json(*made)
-        assert again["name"] == first["name"] and again["digest"] == first["digest"]
-        assert (first["unchanged"], again["unchanged"]) == (False, True)
+        assert again == first | {"unchanged": True} != first
         assert f"{first['name']} is there already" in cli(*made).err
-        assert made is not built or [row["model"] for row in cli.json("list") if row["id"] == "built"] == [
-            MODEL_DIR.name
-        ]
-        (kept,) = (cli.home / "cartridges" / str(made[-1])).iterdir()
-        assert kept.name == "1"
-        if other is not None:
-            assert cli.json(*other)["name"] == "built@2", "another canary is another cartridge to its servers"
-            assert cli.json(*made)["name"] == "built@1" and cli.json("show", "built")["version"] == 1
+        assert [path.name for path in (cli.home / "cartridges" / made[-1]).iterdir()] == ["1"]
+    assert [row["model"] for row in cli.json("list") if row["id"] == "built"] == [MODEL_DIR.name]
+    assert cli.json(*built, "--canary", "Question: who?")["name"] == "built@2", "another one to its servers"
+    assert cli.json(*built)["name"] == "built@1" and cli.json("show", "built")["version"] == 1
     (cli.home / "cartridges" / "small" / "1" / PAYLOAD).write_bytes(b"cut")
-    assert cli.json("build", "--from", "doc", "--payload", "int8", "--id", "small")["name"] == "small@2", (
-        "what is broken is made again"
-    )
+    assert cli.json(*small)["name"] == "small@2", "what is broken is made again"
 
 
 def test_a_reader_that_has_seen_enough_ends_a_command_quietly(cli, tmp_path):
     cli.json("import", _make(tmp_path))
-    command = [sys.executable, "-m", "lmcache_cartridge.cli.main", "show", "doc"]
+    command = [sys.executable, "-m", "lmcache_cartridge.cli.main", "show", "doc", "--home", cli.home]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as ran:
         assert ran.stdout is not None and ran.stderr is not None
         ran.stdout.close()
@@ -275,90 +223,85 @@ def test_people_are_shown_no_none():
 def test_an_id_stays_where_it_is_with_no_promote(cli, tmp_path):
     cli.json("import", _make(tmp_path))
     added = cli.json("import", _make(tmp_path, version=2, seed=2), "--no-promote")
-    cli.json("label", "next", "doc@2")
     assert (added["name"], added["promoted"]) == ("doc@2", False)
     assert [(row["version"], row["current"]) for row in cli.json("list")] == [(1, True), (2, False)]
-    assert (cli.json("show", "doc")["version"], cli.json("show", "doc@2")["current"]) == (1, False)
+    cli.json("label", "next", "doc@2")
     assert cli.json("label", "doc", "next") == {"label": "doc", "name": "doc@2"}
-    assert cli("label", "doc", "doc@1")[:2] == (0, "doc means doc@1\n")
+    assert cli("label", "doc", "doc@1").out == "doc means doc@1\n"
     assert cli.json("show", "doc")["version"] == 1
 
 
 def test_what_was_removed_keeps_its_version(cli, tmp_path):
-    files = cli.home / "cartridges" / "doc"
+    files, other = cli.home / "cartridges" / "doc", _make(tmp_path, "other", seed=2)
     make_artifact(files / "1", positions=40)
-    cli.json("import", files / "1")
-    cli.json("import", _make(tmp_path, "other", seed=2))
+    for root in (files / "1", other):
+        cli.json("import", root)
     assert cli.json("remove", "doc")["files_deleted"] is False
-    _assert_one_line(cli("remove", "doc@1", "--delete-files"), "doc@1")
     assert cli.json("build", "--from", "other", "--payload", "int8", "--id", "doc")["name"] == "doc@2"
-    for name in ("doc@x", "../doc@2", "nowhere@1"):
-        _assert_one_line(cli("remove", name, "--delete-files"))
+    for name in ("doc@1", "doc@x", "../doc@2", "nowhere@1"):
+        assert name in _refused(cli, "remove", name, "--delete-files")
     removed = cli.json("remove", "doc@2", "--delete-files")
     assert removed == {"name": "doc@2", "location": str(files / "2"), "files_deleted": True}
     assert [path.name for path in files.iterdir()] == ["1"]
+    assert cli.json("remove", "other", "--delete-files")["files_deleted"] is False
+    assert (other / PAYLOAD).is_file(), "an artefact that was not built here is not ours to delete"
+    assert cli.json("list") == []
 
 
-def test_files_are_deleted_under_a_home_that_is_a_symbolic_link(cli, tmp_path):
-    link = tmp_path / "link"
+def test_files_are_deleted_under_a_home_that_is_a_symbolic_link(tmp_path):
     (tmp_path / "real").mkdir()
-    link.symlink_to(tmp_path / "real")
-    make_artifact(link / "cartridges" / "doc" / "1", positions=40)
-    cli.json("import", link / "cartridges" / "doc" / "1", "--home", link)
-    assert cli.json("remove", "doc", "--delete-files", "--home", link)["files_deleted"] is True
-    assert not (tmp_path / "real" / "cartridges" / "doc" / "1").exists()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    cli = Cli(tmp_path / "link")
+    root = cli.home / "cartridges" / "doc" / "1"
+    make_artifact(root, positions=40)
+    cli.json("import", root)
+    assert cli.json("remove", "doc", "--delete-files")["files_deleted"] is True
+    assert not root.exists()
 
 
 def test_registering_twice_is_no_error_and_other_content_is(cli, tmp_path):
-    for root in (_make(tmp_path, seed=1), tmp_path / "artefacts" / "doc-1-1"):
+    root = _make(tmp_path)
+    for _ in range(2):
         cli.json("import", root)
-    _assert_one_line(cli("import", _make(tmp_path, seed=2)), "doc@1 is registered with other content")
+    assert "doc@1 is registered with other content" in _refused(cli, "import", _make(tmp_path, seed=2))
     assert len(cli.json("list")) == 1
 
 
 def test_verify_finds_a_flipped_bit_and_tells_programs(cli, tmp_path):
     made = make_artifact(tmp_path / "bad", positions=40, cartridge_id="bad")
-    cli.json("import", tmp_path / "bad")
-    cli.json("import", _make(tmp_path, "good"))
+    for root in (tmp_path / "bad", _make(tmp_path, "good")):
+        cli.json("import", root)
     flip_bit(tmp_path / "bad" / PAYLOAD, chunk_range(made.manifest, 2, range(1, 2)).start)
-    ran = cli("verify", "good", "bad", "--format", "json")
-    assert (ran.status, ran.err) == (1, "")
-    good, bad = ran.json
+    good, bad = cli.json("verify", "good", "bad", status=1)
     assert good == {"name": "good@1", "sound": True, "problem": None}
-    assert (bad["name"], bad["sound"]) == ("bad@1", False)
-    assert "chunk 2, KV head 1" in bad["problem"]
+    assert (bad["name"], bad["sound"]) == ("bad@1", False) and "chunk 2, KV head 1" in bad["problem"]
     assert cli("verify", "bad").status == 1
 
 
 def test_verify_finds_a_truncated_a_replaced_and_a_missing_artefact(cli, tmp_path):
-    for name in ("short", "replaced", "gone"):
-        cli.json("import", _make(tmp_path, name))
-    os.truncate(tmp_path / "artefacts" / "short-1-0" / PAYLOAD, 9000)
-    (tmp_path / "artefacts" / "replaced-1-0").rename(tmp_path / "away")
-    _make(tmp_path, "replaced", seed=9).rename(tmp_path / "artefacts" / "replaced-1-0")
-    (tmp_path / "artefacts" / "gone-1-0" / MANIFEST).unlink()
-    ran = cli("verify", "short", "replaced", "gone", "--format", "json")
-    assert ran.status == 1
-    problems = [row["problem"] for row in ran.json]
-    assert "has 9000 bytes" in problems[0]
-    assert "was replaced" in problems[1]
-    assert "is this the directory of a cartridge?" in problems[2]
-    _assert_one_line(cli("show", "replaced"), "was replaced")
+    short, replaced, gone = (_make(tmp_path, name) for name in ("short", "replaced", "gone"))
+    for root in (short, replaced, gone):
+        cli.json("import", root)
+    os.truncate(short / PAYLOAD, 9000)
+    shutil.rmtree(replaced)
+    _make(tmp_path, "replaced", seed=9).rename(replaced)
+    (gone / MANIFEST).unlink()
+    problems = [row["problem"] for row in cli.json("verify", "short", "replaced", "gone", status=1)]
+    for problem, said in zip(
+        problems, ("has 9000 bytes", "was replaced", "is this the directory of a cartridge?"), strict=True
+    ):
+        assert said in problem
+    assert "was replaced" in _refused(cli, "show", "replaced")
 
 
 def test_a_quarantine_is_shown_and_lifted_by_verify_once_the_cartridge_is_sound(cli, tmp_path):
     made = make_artifact(tmp_path / "doc", positions=40)
     cli.json("import", tmp_path / "doc")
     Quarantine(cli.home / "quarantine").put(made.manifest.digest, "chunk 2 was corrupt")
-    flip_bit(tmp_path / "doc" / PAYLOAD, 9000)
-    assert cli.json("list")[0]["quarantined"] is True
-    assert cli.json("show", "doc")["quarantined"] == "chunk 2 was corrupt"
-    assert cli("verify", "doc").status == 1
-    assert cli.json("list")[0]["quarantined"] is True, "it is not sound, so it stays"
-    flip_bit(tmp_path / "doc" / PAYLOAD, 9000)
-    assert cli("verify", "doc")[:2] == (0, "doc@1: sound\n")
-    assert cli.json("list")[0]["quarantined"] is False
-    assert cli.json("show", "doc")["quarantined"] is None
+    for status, reason in ((1, "chunk 2 was corrupt"), (0, None)):
+        flip_bit(tmp_path / "doc" / PAYLOAD, 9000)
+        assert cli("verify", "doc").status == status
+        assert (cli.json("list")[0]["quarantined"], cli.json("show", "doc")["quarantined"]) == (bool(status), reason)
 
 
 @pytest.mark.parametrize(
@@ -381,7 +324,7 @@ def test_what_cannot_be_is_said_in_one_line(cli, tmp_path, monkeypatch, argv, sa
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "registry.sqlite").write_bytes(b"no database" * 1000)
     before = files_under(tmp_path)
-    _assert_one_line(cli(*argv.split()), said)
+    assert said in _refused(cli, *argv.split())
     assert files_under(tmp_path) == before
 
 
@@ -420,54 +363,43 @@ def test_a_manifest_without_rope_is_described(cli, tmp_path):
     assert cli.json("show", "doc")["fingerprint"]["rope"] == []
 
 
-def test_a_removed_version_is_gone_and_its_files_stay(cli, tmp_path):
-    roots = [_make(tmp_path, version=version, seed=version) for version in (1, 2)]
-    for root in roots:
-        cli.json("import", root)
-    removed = cli.json("remove", "doc@2", "--delete-files")
-    assert removed == {"name": "doc@2", "location": str(roots[1]), "files_deleted": False}
-    assert [row["version"] for row in cli.json("list")] == [1]
-    assert (roots[1] / PAYLOAD).is_file(), "an artefact that was not built here is not ours to delete"
-    _assert_one_line(cli("remove", "doc@2"), "doc@2")
-
-
 def test_a_version_with_a_label_is_not_removed(cli, tmp_path):
     cli.json("import", _make(tmp_path))
     cli.json("label", "current", "doc")
-    _assert_one_line(cli("remove", "doc"), "current")
-    assert [row["id"] for row in cli.json("list")] == ["doc"]
+    assert "current" in _refused(cli, "remove", "doc")
     cli.json("label", "current", "--remove")
-    _assert_one_line(cli("label", "current", "--remove"), "current")
+    assert "current" in _refused(cli, "label", "current", "--remove")
     cli.json("remove", "doc")
-    assert cli.json("list") == []
 
 
-@pytest.mark.parametrize(
-    "argv",
-    [
-        ("publish", "doc", "s3://bucket/elsewhere"),
-        ("export", "doc", "--to", "peft", "--output", "out"),
-        ("evaluate", "doc", "--questions", "questions.jsonl", "--url", "http://127.0.0.1:1"),
-    ],
-    ids=lambda argv: argv[0],
-)
+@pytest.mark.parametrize("argv", [
+    "publish doc s3://bucket/elsewhere", "export doc --to peft --output out", "evaluate doc --questions q.jsonl --url http://127.0.0.1:1",
+])  # fmt: skip
 def test_what_needs_the_files_here_says_how_to_bring_them_from_s3(cli, tmp_path, argv, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "questions.jsonl").write_text('{"question": "q", "answer": "a"}\n')
+    Path("q.jsonl").write_text('{"question": "q", "answer": "a"}\n')
     Registry(cli.home / "registry.sqlite").register(_make(tmp_path), "s3://bucket/doc")
-    ran = cli(*argv)
-    _assert_one_line(ran, "doc@1 lies on S3; `lmcache-cartridge pull s3://bucket/doc` brings it here first")
-    assert not (tmp_path / "out").exists()
+    said = _refused(cli, *argv.split())
+    assert "doc@1 lies on S3; `lmcache-cartridge pull s3://bucket/doc` brings it here first" in said
+    assert not Path("out").exists()
 
 
 @pytest.mark.parametrize(
     ("line", "offered", "not_offered"),
     [("la", "label", "list"), ("build --do", "--document", "--model"), ("export doc --to ", "peft", "--to")],
 )
-def test_the_installed_command_is_this_one_and_bash_completes_it(line, offered, not_offered):
-    words, command = f"lmcache-cartridge {line}", Path(sys.executable).with_name("lmcache-cartridge")
-    asked = {"COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
-    for arguments, more in (([], asked | {"_LMCACHE_CARTRIDGE_COMPLETE": "complete_bash"}), (["--version"], {})):
-        done = subprocess.run([command, *arguments], env=os.environ | more, capture_output=True, text=True, timeout=60)
-        found = done.stdout.split()
-        assert (offered in found and not_offered not in found) if more else found == [__version__], done
+def test_bash_completes_the_installed_command(line, offered, not_offered):
+    asked = {"COMP_WORDS": f"lmcache-cartridge {line}", "COMP_CWORD": str(line.count(" ") + 1)}
+    found = _installed(_LMCACHE_CARTRIDGE_COMPLETE="complete_bash", **asked)
+    assert offered in found and not_offered not in found
+
+
+def _installed(*arguments: str, **environment: str) -> list[str]:
+    command = [Path(sys.executable).with_name("lmcache-cartridge"), *arguments]
+    return subprocess.run(
+        command, env=os.environ | environment, capture_output=True, text=True, timeout=60
+    ).stdout.split()
+
+
+def test_the_installed_command_is_this_one():
+    assert _installed("--version") == [__version__]
