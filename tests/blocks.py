@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from lmcache_cartridge.cli.recall import MODEL_DIR
+from lmcache_cartridge.memory import tiles
 from lmcache_cartridge.memory.layout import DTYPES, ChunkShape
 
 _QUIET = {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_LOG_LEVEL": "WARNING", "VLLM_LOGGING_LEVEL": "ERROR"}
@@ -71,12 +72,22 @@ def vllm_config(model: Path = MODEL_DIR, transfer: dict[str, Any] | None = None,
         return EngineArgs(str(model), kv_transfer_config=transfer_config, **given | arguments).create_engine_config()
 
 
-def memory_object(raw: torch.Tensor) -> MemoryObj:
-    """Wrap flat bytes as a backend does; nobody but the connector looks at it, and that at the bytes only."""
-    size = raw.shape
+def memory_object(raw: torch.Tensor, size_bytes: int | None = None) -> MemoryObj:
+    """Wrap flat bytes, the first `size_bytes` of them, as a backend does; nobody but the connector looks at it."""
+    size = torch.Size([size_bytes or raw.numel()])
     metadata = MemoryObjMetadata(size, torch.uint8, 0, raw.numel(), 1, fmt=MemoryFormat.KV_2LTD, shapes=[size],
                                  dtypes=[torch.uint8])  # fmt: skip
     return TensorMemoryObj(raw, metadata, None)
+
+
+def objects(kv: torch.Tensor, shape: ChunkShape, layout: str) -> tuple[list[MemoryObj], list[int], list[int]]:
+    """Return memory objects of canonical KV in chunks of a shape and layout, their starts and their ends."""
+    made, starts = [], list(range(0, kv.shape[2], shape.tokens))
+    for part in kv.split(shape.tokens, dim=2):
+        raw = torch.empty(shape.size_bytes, dtype=torch.uint8)
+        tiles.pack(part, raw, shape, layout)
+        made.append(memory_object(raw))
+    return made, starts, [start + shape.tokens for start in starts]
 
 
 class Blocks:
@@ -145,6 +156,12 @@ class Blocks:
         """Have the engine's op write canonical KV to slots."""
         for (keys, values), (name, layer) in zip(kv.unbind(1), self.layers.items(), strict=True):
             layer.impl.do_kv_cache_update(layer, keys.contiguous(), values.contiguous(), self.caches[name], slots)
+
+    def after_writes(self, number: int, change: Callable[[torch.Tensor], Any]) -> None:
+        """Have a layer's op be followed by `change` of the cache that it wrote to."""
+        impl = list(self.layers.values())[number].impl
+        op = impl.do_kv_cache_update
+        impl.do_kv_cache_update = lambda *given: (op(*given), change(given[3]))
 
     def whole(self, tokens: int, seed: int = 4) -> torch.Tensor:
         """Return the slots of whole blocks, in an order of no pattern; of the last block as many as it takes."""

@@ -36,6 +36,7 @@ with quietly():
     from lmcache_cartridge.engine.backend import CartridgeBackend
 
     cache_engine = host.module("lmcache.v1.cache_engine")
+    host.module("lmcache.integration.vllm.vllm_v1_adapter")
     LMCacheEngine = cache_engine.LMCacheEngine
     GPUConnectorInterface = host.module("lmcache.v1.gpu_connector.gpu_connectors").GPUConnectorInterface
     VllmServiceFactory = host.module("lmcache.integration.vllm.vllm_service_factory").VllmServiceFactory

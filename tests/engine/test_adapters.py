@@ -58,6 +58,10 @@ def _change_a_weight(directory: Path) -> None:
     save_file(tensors, directory / WEIGHTS)
 
 
+def _rename_weights(directory: Path) -> None:
+    save_file({f"{name}x": tensor for name, tensor in load_file(directory / WEIGHTS).items()}, directory / WEIGHTS)
+
+
 # The digest.
 
 
@@ -95,22 +99,19 @@ def test_an_adapter_that_engines_compute_otherwise_is_refused(directory, fields,
         CausalModel(MODEL, lora=directory)
 
 
-def test_what_is_no_adapter_is_refused(directory):
-    weights = (directory / WEIGHTS).read_bytes()
-    for name in (CONFIG, WEIGHTS):
-        whole = (directory / name).read_bytes()
-        (directory / name).write_bytes(whole[:20])
-        with pytest.raises(UnsupportedModel, match="cannot be read"):
-            adapter_digest(directory)
-        (directory / name).unlink()
-        with pytest.raises(UnsupportedModel, match=f"it has no {name}"):
-            adapter_digest(directory)
-        (directory / name).write_bytes(whole)
-    save_file({f"{name}x": tensor for name, tensor in load_file(directory / WEIGHTS).items()}, directory / WEIGHTS)
-    with pytest.raises(UnsupportedModel, match="not of this model"):
-        CausalModel(MODEL, lora=directory)
-    (directory / WEIGHTS).write_bytes(weights)
-    _configure(directory, r=4)
+@pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
+def test_what_is_no_adapter_is_refused(directory, name):
+    (directory / name).write_bytes((directory / name).read_bytes()[:20])
+    with pytest.raises(UnsupportedModel, match="cannot be read"):
+        adapter_digest(directory)
+    (directory / name).unlink()
+    with pytest.raises(UnsupportedModel, match=f"it has no {name}"):
+        adapter_digest(directory)
+
+
+@pytest.mark.parametrize("change", [_rename_weights, lambda directory: _configure(directory, r=4)])
+def test_an_adapter_of_another_model_is_refused(directory, change):
+    change(directory)
     with pytest.raises(UnsupportedModel, match="not of this model"):
         CausalModel(MODEL, lora=directory)
 
@@ -131,12 +132,11 @@ def test_weights_that_are_none_cost_no_more_than_their_size(directory, header):
     length = (1 << 46 if header is None else len(header)).to_bytes(8, "little")
     (directory / WEIGHTS).write_bytes(length + (header or b"") + b"{}")
     tracemalloc.start()
-    try:
-        with pytest.raises(UnsupportedModel, match="cannot be read"):
-            adapter_digest(directory)
-        assert tracemalloc.get_traced_memory()[1] < 4 << 20
-    finally:
-        tracemalloc.stop()
+    with pytest.raises(UnsupportedModel, match="cannot be read"):
+        adapter_digest(directory)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 4 << 20
 
 
 # What the model computes.
@@ -146,10 +146,9 @@ def test_weights_that_are_none_cost_no_more_than_their_size(directory, header):
 def test_kv_is_that_of_weights_with_the_adapter_added(tmp_path, options):
     """The reference adds alpha / r times B A to the weights (of rsLoRA alpha over the root of r), without PEFT."""
     path = write_adapter(tmp_path / "a", 2, lora_alpha=24, **options)
-    found = CausalModel(MODEL, dtype="float32", lora=path)
-    base = CausalModel(MODEL, dtype="float32")
-    plain = prefill(base, IDS)
-    tensors = load_file(path / WEIGHTS)
+    found, base = CausalModel(MODEL, dtype="float32", lora=path), CausalModel(MODEL, dtype="float32")
+    assert [line[:6] for line in found.fingerprint.differences(base.fingerprint)] == ["lora: "]
+    plain, tensors = prefill(base, IDS), load_file(path / WEIGHTS)
     weights = dict(base.model.named_parameters())
     for name, down in tensors.items():
         if "lora_A" in name:
@@ -158,14 +157,6 @@ def test_kv_is_that_of_weights_with_the_adapter_added(tmp_path, options):
             weights[target].data += 24 / (8**0.5 if options else 8) * up @ down
     assert (prefill(found, IDS) - prefill(base, IDS)).abs().max() < 1e-3
     assert (prefill(found, IDS) - plain).abs().max() > 1, "the control: the adapter changes KV"
-
-
-def test_the_fingerprint_is_the_base_models_with_the_adapter(written):
-    adapted, base = CausalModel(MODEL, lora=written), CausalModel(MODEL)
-    assert adapted.fingerprint == replace(base.fingerprint, lora=adapter_digest(written))
-    assert {p.dtype for p in adapted.model.parameters()} == {torch.bfloat16}
-    (line,) = adapted.fingerprint.differences(base.fingerprint)
-    assert line.startswith("lora: ")
 
 
 def test_a_cartridge_is_trained_for_the_adapter_and_the_adapter_is_not(written):
@@ -189,11 +180,10 @@ def test_commands_make_cartridges_of_an_adapter(written, tmp_path, capsys):
     run("build", *model, "--document", str(document), "--id", "whole", "--chunk-size", "16")
     run("build", "--from", "whole", *model, "--id", "short", "--compact", "2x", "--accept", "0")
     run("build", "--model", MODEL, "--document", str(document), "--id", "base", "--chunk-size", "16")
-    digest = adapter_digest(written)
     assert {row["id"]: row["lora"] for row in run("list")} == {"whole": "one", "short": "one", "base": None}
     for name in ("whole", "short"):
         shown = run("show", name)
-        assert (shown["fingerprint"]["lora"], shown["provenance"]["lora"]) == (digest, "one")
+        assert (shown["fingerprint"]["lora"], shown["provenance"]["lora"]) == (adapter_digest(written), "one")
     for command in (["build", "--from", "whole", "--model", MODEL, "--id", "x", "--compact", "2x"],
                     ["export", "whole", "--to", "peft", "--output", str(tmp_path / "out")]):  # fmt: skip
         assert main([*command, "--home", str(tmp_path / "home")]) == 1
@@ -205,10 +195,6 @@ def test_commands_make_cartridges_of_an_adapter(written, tmp_path, capsys):
 
 def _selection(home: Home, *names: str) -> Selection:
     return Resolver(from_mapping({"home": home.path})).resolve([Reference(id=name) for name in names])
-
-
-async def _load(request: LoRARequest) -> bool:
-    return True
 
 
 async def _problem(adapters: Adapters, selection: Selection, model: str) -> str:
@@ -245,18 +231,14 @@ def test_a_request_gets_what_was_made_with_the_adapter_that_vllm_has_loaded(home
             served["a"] = request
 
         await load(directory)
-        assert [await _problem(adapters, s, "a") for s in (base, one)] == [await _problem(adapters, base, "a"), ""]
+        assert await _problem(adapters, one, "a") == await _problem(adapters, base, "m") == ""
         assert "made with the base model" in await _problem(adapters, base, "a")
-        assert [await _problem(adapters, base, "m"), bool(await _problem(adapters, one, "m"))] == ["", True]
+        assert await _problem(adapters, one, "m")
         stored_prompt = base._replace(manifests=(replace(base.manifests[0], kind="tokens"),), computed=1)
         assert await _problem(adapters, stored_prompt, "a") == "", "token ids go with any"
         with pytest.raises(ValueError, match="no room"):
             await load(directory, fails=True)
         assert await _problem(adapters, one, "a") == "", "it is as it was"
-        _change_a_weight(directory)
-        assert "changed after it was loaded" in await _problem(adapters, one, "a")
-        await load(directory)
-        assert "other weights" in await _problem(adapters, one, "a")
         await load(directory, meanwhile=lambda: _change_a_weight(directory))
         assert "changed while it was loaded" in await _problem(adapters, one, "a")
         (directory / WEIGHTS).unlink()
@@ -266,15 +248,3 @@ def test_a_request_gets_what_was_made_with_the_adapter_that_vllm_has_loaded(home
         assert "not in a local directory" in await _problem(adapters, one, "a")
 
     asyncio.run(work())
-
-
-def test_adapters_that_were_there_before_are_read_at_the_start(home, directory):
-    home.make("one", fingerprint=replace(make_fingerprint(), lora=adapter_digest(directory)))
-    adapters = Adapters({"a": LoRARequest("a", 1, str(directory))})
-
-    async def work() -> str:
-        await adapters.start()
-        _change_a_weight(directory)
-        return await _problem(adapters, _selection(home, "one"), "a")
-
-    assert "changed after it was loaded" in asyncio.run(work())

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from blocks import Blocks, vllm_config
+from blocks import Blocks, objects, vllm_config
 from inprocess import (
     CHUNK,
     Cartridge,
@@ -27,14 +26,12 @@ from inprocess import (
 from invariants import check
 from lmcache.utils import CacheEngineKey
 from lmcache.v1.memory_management import MemoryFormat, MemoryObj
-from vllm.config import VllmConfig, set_current_vllm_config
-from waiting import Clock, run_threads
+from vllm.config import set_current_vllm_config
 
-from lmcache_cartridge.artifact.reading import PAYLOAD
 from lmcache_cartridge.engine import backend
 from lmcache_cartridge.engine.backend import CartridgeBackend
+from lmcache_cartridge.engine.contract import TAG, TENANT
 from lmcache_cartridge.engine.lmcache_file import PLUGIN
-from lmcache_cartridge.memory import tiles
 from lmcache_cartridge.memory.store import CartridgeStore
 from lmcache_cartridge.settings import from_mapping
 
@@ -65,11 +62,8 @@ class Serving(NamedTuple):
 
     def packed_chunks(self, name: str) -> list[bytes]:
         """Return the bytes that a cartridge's whole chunks have in memory."""
-        parts = self.cartridges[name].kv.split(CHUNK, dim=2)
-        outs = [torch.empty(self.store.shape.size_bytes, dtype=torch.uint8) for _ in parts]
-        for part, out in zip(parts, outs, strict=True):
-            tiles.pack(part, out, self.store.shape, self.store.engine.layout)
-        return [out.numpy().tobytes() for out in outs]
+        chunks, _, _ = objects(self.cartridges[name].kv, self.store.shape, self.store.engine.layout)
+        return [bytes(chunk.byte_array) for chunk in chunks]
 
     def keys(self, name: str, configs: dict[str, Any] | None = None) -> list[CacheEngineKey]:
         """Return LMCache's keys of a cartridge's whole chunks, under its own request configuration or another."""
@@ -102,43 +96,25 @@ def home(tmp_path):
     return prepare(tmp_path, CARTRIDGES, 20)
 
 
-@contextmanager
-def _serving(
-    cartridges: dict[str, Cartridge],
-    config: VllmConfig,
-    blocks: Blocks,
-    *,
-    chunks: int = 2 * CHUNKS,
-) -> Iterator[Serving]:
-    """Serve with memory for `chunks` chunks of `CHUNK` tokens; at the end nothing may be lent out."""
-    connector = blocks.connector(CHUNK)
-    home = cartridges["short"].root.parent.parent
-    given = {
-        "home": home,
-        "cpu_bytes": chunks * blocks.shape(CHUNK).size_bytes,
-        "lookup_timeout_s": 20,
-        "plain_prompts": "all",
-    }
-    with lmcache_engine(lmcache_config(from_mapping(given)), config, connector) as engine:
-        serving = Serving(engine, blocks, cartridges)
+@pytest.fixture
+def serving(tmp_path, home, config, blocks):
+    """Memory for all of them twice; at the end nothing may be lent out."""
+    budget = 2 * CHUNKS * blocks.shape(CHUNK).size_bytes
+    given = {"home": tmp_path, "cpu_bytes": budget, "lookup_timeout_s": 20, "plain_prompts": "all"}
+    with lmcache_engine(lmcache_config(from_mapping(given)), config, blocks.connector(CHUNK)) as engine:
+        serving = Serving(engine, blocks, home)
         store = serving.store
         yield serving
         check(store)
         assert store.cpu.stats().lent == 0, "LMCache was left with a memory object"
 
 
-@pytest.fixture
-def serving(home, config, blocks):
-    with _serving(home, config, blocks) as serving:
-        yield serving
-
-
-def _serve(serving: Serving, name: str, request: str = "request", cached: int = 0) -> int:
+def _serve(serving: Serving, name: str, cached: int = 0) -> int:
     """Look a cartridge's prompt up and load it; assert that it is its KV, or as much of it as was promised."""
     cartridge, before = serving.cartridges[name], serving.blocks.kv()
     slots = serving.blocks.scattered(len(cartridge.prompt))
-    promised = look_up(serving.engine, cartridge.prompt, request, cartridge.configs)
-    loaded = load(serving.engine, cartridge.prompt, promised, slots, request, cartridge.configs, cached)
+    promised = look_up(serving.engine, cartridge.prompt, "request", cartridge.configs)
+    loaded = load(serving.engine, cartridge.prompt, promised, slots, "request", cartridge.configs, cached)
     after = serving.blocks.kv()
     injected = slots[cached:promised]
     assert loaded == promised - cached // CHUNK * CHUNK
@@ -162,7 +138,7 @@ def _release(objects: list[MemoryObj | None]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "cached"),
-    [*((name, 0) for name in CARTRIDGES), *(("short", n) for n in (1, 31, 63, 64, 65, 100, 128, 319))],
+    [*((name, 0) for name in CARTRIDGES), *(("short", n) for n in (1, 64, 100, 319))],
 )
 def test_a_request_gets_exactly_its_cartridges_kv_and_what_vllm_has_cached_itself_stays(serving, name, cached):
     assert _serve(serving, name, cached=cached) == serving.cartridges[name].whole
@@ -171,32 +147,19 @@ def test_a_request_gets_exactly_its_cartridges_kv_and_what_vllm_has_cached_itsel
     assert stats.promoted == stats.resident == serving.cartridges[name].whole // CHUNK
 
 
-def test_a_retrieval_that_nobody_looked_up_gets_what_is_resident(serving):
-    cartridge, slots = serving.cartridges["short"], serving.blocks.scattered(5 * CHUNK).flip(0)
-    assert load(serving.engine, cartridge.prompt, 5 * CHUNK, slots, "stranger") == 0
-    _serve(serving, "short")
-    assert load(serving.engine, cartridge.prompt, 5 * CHUNK, slots, "stranger") == 5 * CHUNK
-    assert torch.equal(serving.blocks.kv()[:, :, slots], cartridge.kv)
-    assert nothing_is_owed(serving.store)
-
-
 def test_what_is_handed_out_is_the_resident_memory_as_lmcache_expects_a_memory_object(serving):
     keys = serving.keys("short")
     first, second = _get(serving, keys), _get(serving, keys)
     expected = serving.packed_chunks("short")
-    for chunk, (one, other) in enumerate(zip(first, second, strict=True)):
-        assert one is not other and one.lock is not other.lock and one.meta is not other.meta, "they are counted apart"
-        assert one.tensor.data_ptr() == other.tensor.data_ptr() == one.meta.address
-        with serving.store.lend(keys[chunk].chunk_hash) as loan:
-            assert loan.bytes.data_ptr() == one.tensor.data_ptr()
-        assert one.byte_array == expected[chunk]
+    for key, one, other, data in zip(keys, first, second, expected, strict=True):
+        assert one is not other and one.meta is not other.meta, "they are counted apart"
+        with serving.store.lend(key.chunk_hash) as loan:
+            assert loan.bytes.data_ptr() == one.tensor.data_ptr() == other.tensor.data_ptr() == one.meta.address
+        assert one.byte_array == data
     assert (one.get_ref_count(), one.get_memory_format()) == (1, MemoryFormat.KV_2LTD)
-    assert (
-        one.get_shapes() == [one.get_shape()] == [serving.engine.gpu_connector.get_shape(CHUNK)] == [one.tensor.shape]
-    )
-    assert (one.get_num_tokens(), one.get_dtypes(), one.get_dtype()) == (CHUNK, [torch.bfloat16], torch.bfloat16)
-    assert one.get_size() == one.get_physical_size() == serving.store.shape.size_bytes == one.raw_data.numel()
-    assert one.raw_data.dtype == torch.uint8 and not one.is_pinned
+    assert one.get_shapes() == [serving.engine.gpu_connector.get_shape(CHUNK)] == [one.tensor.shape]
+    assert (one.get_num_tokens(), one.get_dtypes()) == (CHUNK, [torch.bfloat16])
+    assert one.get_size() == one.get_physical_size() == serving.store.shape.size_bytes
     serving.plugin.close()
     assert one.byte_array == expected[-1], "it outlives the plugin"
     _release(first + second)
@@ -238,8 +201,8 @@ def test_only_leading_keys_are_counted_pinned_and_handed_out(serving):
         assert [plugin.unpin(key) for key in asked] == [i < count for i in range(len(asked))]
         assert nothing_is_owed(serving.store)
         serving.store.cpu.evict(serving.cartridges["short"].made.manifest.digest)
-    assert (plugin.unpin(keys[0]), plugin.pin(keys[0]), plugin.contains(keys[0], pin=True)) == (False, True, True)
-    assert [plugin.unpin(keys[0]) for _ in range(4)] == [True, True, False, False], "pins are counted"
+    assert (plugin.pin(keys[0]), plugin.contains(keys[0], pin=True)) == (True, True)
+    assert [plugin.unpin(keys[0]) for _ in range(3)] == [True, True, False], "pins are counted"
     _release([found := plugin.get_blocking(keys[0])])
     assert found is not None and plugin.get_blocking(strange) is None
 
@@ -247,13 +210,9 @@ def test_only_leading_keys_are_counted_pinned_and_handed_out(serving):
 @pytest.mark.parametrize(
     ("name", "configs"),
     [
-        ("short", {"lmcache.tag.cartridge": "somebody"}), ("short", {"lmcache.tag.tenant": "a"}),
-        ("short", {"lmcache.tag.cartridge": ""}), ("short", {"lmcache.tag.cartridge": None}),
-        ("short", {"lmcache.tag.cartridge": ["a", "list"]}), ("trained", {}), ("trained", {"lmcache.tag.cartridge": 7}),
-        ("trained", {"lmcache.tag.cartridge": "somebody"}), ("trained", {"lmcache.tag.tenant": "its digest"}),
-        ("trained", {"lmcache.tag.cartridge": "its digest", "lmcache.tag.tenant": "a"}),
-        ("trained", {"lmcache.tag.tenant": "a", "lmcache.tag.cartridge": "its digest"}),
-        ("trained", {"lmcache.cartridge": "its digest"}),
+        ("short", {TAG: "somebody"}), ("short", {"lmcache.tag.tenant": "a"}), ("short", {TAG: ""}), ("short", {TAG: ["a", "list"]}),
+        ("trained", {}), ("trained", {TAG: 7}), ("trained", {TAG: "somebody"}), ("trained", {"lmcache.tag.tenant": "its digest"}),
+        ("trained", {TAG: "its digest", "lmcache.tag.tenant": "a"}), ("trained", {"lmcache.cartridge": "its digest"}),
     ],
 )  # fmt: skip
 def test_keys_under_other_tags_are_misses_everywhere(serving, name, configs):
@@ -266,7 +225,8 @@ def test_keys_under_other_tags_are_misses_everywhere(serving, name, configs):
     assert serving.store.cpu.stats().promoted == 0
     assert _serve(serving, name) == cartridge.whole, "the control: under its own tag it is there"
     if name == "short":
-        assert plugin.batched_contains(serving.keys(name, {"lmcache.skip_save": True})) == 5, "no tag of LMCache's keys"
+        for own in ({"lmcache.skip_save": True}, {TENANT: "a"}):
+            assert plugin.batched_contains(serving.keys(name, own)) == 5, "that is no matter to cartridges"
 
 
 def test_nothing_can_be_stored_removed_or_allocated_through_the_plugin(serving):
@@ -288,8 +248,6 @@ def test_nothing_can_be_stored_removed_or_allocated_through_the_plugin(serving):
 
 CALLS: list[tuple[Callable[[CartridgeBackend, list[CacheEngineKey]], Any], Any]] = [
     (lambda plugin, keys: plugin.batched_contains(keys), 0),
-    (lambda plugin, keys: plugin.batched_contains(keys, pin=True), 0),
-    (lambda plugin, keys: plugin.contains(keys[0]), False),
     (lambda plugin, keys: plugin.contains(keys[0], pin=True), False),
     (lambda plugin, keys: plugin.pin(keys[0]), False), (lambda plugin, keys: plugin.unpin(keys[0]), False),
     (lambda plugin, keys: plugin.get_blocking(keys[0]), None),
@@ -302,7 +260,7 @@ CALLS: list[tuple[Callable[[CartridgeBackend, list[CacheEngineKey]], Any], Any]]
 """Everything that LMCache calls, and what it is told when there is nothing to tell."""
 
 
-@pytest.mark.parametrize("error", [RuntimeError, KeyError, MemoryError, OSError, AssertionError, None])
+@pytest.mark.parametrize("error", [KeyError, MemoryError, None])
 def test_a_store_that_fails_or_is_closed_is_a_miss_in_the_log_and_never_an_error(serving, monkeypatch, caplog, error):
     def fail(*_: Any) -> None:
         raise error("the store is broken")
@@ -318,68 +276,20 @@ def test_a_store_that_fails_or_is_closed_is_a_miss_in_the_log_and_never_an_error
     for ask, neutral in CALLS:
         assert ask(serving.plugin, keys) == neutral
     assert ("the store is broken" in caplog.text) is (error is not None)
-    caplog.clear()
+    caplog.clear()  # for `nothing_is_swallowed`
 
 
-def test_the_schedulers_process_has_no_store_and_answers_no(home, config):
-    settings = from_mapping({"home": home["short"].root.parent.parent})
-    with lmcache_engine(lmcache_config(settings), config, None, role="scheduler") as engine:
+def test_the_schedulers_process_has_no_store_and_answers_no(tmp_path, home, config):
+    with lmcache_engine(lmcache_config(from_mapping({"home": tmp_path})), config, None, role="scheduler") as engine:
         assert plugin(engine).store is None
         keys = Serving(engine, None, home).keys("short")
         assert [ask(plugin(engine), keys) for ask, _ in CALLS] == [neutral for _, neutral in CALLS]
 
 
-def test_chunks_that_cannot_be_had_after_all_are_left_to_vllm_from_the_first_on(home, config, blocks):
-    with _serving(home, config, blocks, chunks=8) as serving:
-        clock, cartridge = Clock(), home["short"]
-        serving.store.cpu.clock = clock
-        assert look_up(serving.engine, cartridge.prompt, "slow") == 5 * CHUNK
-        clock.now += 301
-        assert _serve(serving, "long") == 6 * CHUNK
-        assert serving.plugin.batched_contains(serving.keys("short")) == 2, "the other has taken most of its memory"
-        (cartridge.root / PAYLOAD).unlink()
-        slots, before = serving.blocks.scattered(len(cartridge.prompt)), blocks.kv()
-        assert load(serving.engine, cartridge.prompt, 5 * CHUNK, slots, "slow") == 2 * CHUNK
-        after = blocks.kv()
-        assert torch.equal(after[:, :, slots[: 2 * CHUNK]], cartridge.kv[:, :, : 2 * CHUNK])
-        assert torch.equal(after[:, :, slots[2 * CHUNK :]], before[:, :, slots[2 * CHUNK :]])
-        assert nothing_is_owed(serving.store)
-
-
-@pytest.mark.parametrize("chunks", [CHUNKS, 8])
-def test_lookups_and_retrievals_of_many_threads_do_not_mix(home, chunks):
-    """With memory for all chunks, and with so little that they push each other out."""
-    config = vllm_config()
-    blocks, last, served = Blocks(config, 8 * 13), dict[int, tuple[str, torch.Tensor]](), list[bool]()
-
-    def work(number: int) -> None:
-        for turn in range(12):
-            name, request = list(home)[(number + turn) % len(home)], f"{number}-{turn}"
-            cartridge = home[name]
-            promised = look_up(serving.engine, cartridge.prompt, request, cartridge.configs)
-            slots = number * 13 * blocks.block + torch.randperm(13 * blocks.block)[: len(cartridge.prompt)]
-            assert load(serving.engine, cartridge.prompt, promised, slots, request, cartridge.configs) == promised
-            assert name != "trained" or promised in (0, cartridge.whole)
-            served.append(promised == cartridge.whole)
-            last[number] = (name, slots[:promised])
-
-    with _serving(home, config, blocks, chunks=chunks) as serving:
-        run_threads(8, work)
-        assert nothing_is_owed(serving.store)
-        for name, slots in last.values():
-            assert torch.equal(blocks.kv()[:, :, slots], home[name].kv[:, :, : len(slots)])
-        assert len(served) == 8 * 12 and (all(served) or chunks < CHUNKS)
-        assert [_serve(serving, name) for name in home] == [each.whole for each in home.values()], "each alone again"
-        assert (serving.store.cpu.stats().evicted > 0) is (chunks < CHUNKS)
-
-
 def test_a_plugin_that_lmcache_builds_again_serves_again_and_one_that_cannot_be_leaves_the_first(serving, config):
     manager, first, store = serving.engine.storage_manager, serving.plugin, serving.store
     _serve(serving, "short")
-    assert manager.create_backends() == {} and serving.plugin is first, (
-        "from LMCache's API thread, without a configuration"
-    )
-    assert "no vLLM configuration" in str(CartridgeBackend.refusal)
+    assert manager.create_backends() == {} and serving.plugin is first, "LMCache's API thread has no configuration"
     with set_current_vllm_config(config):
         assert manager.create_backends() == {PLUGIN: "CartridgeBackend"}
         assert serving.plugin is not first

@@ -33,10 +33,9 @@ from lmcache_cartridge.engine import describe as engines
 from lmcache_cartridge.engine import refusals
 from lmcache_cartridge.engine.backend import CartridgeBackend
 from lmcache_cartridge.engine.contract import CONTROL, NULL_BLOCK
-from lmcache_cartridge.engine.describe import check_api
 from lmcache_cartridge.engine.forms import SKIP_SAVING
 from lmcache_cartridge.engine.inject import EngineWriteConnector
-from lmcache_cartridge.errors import CartridgeError, UnsupportedEngine, UnsupportedModel
+from lmcache_cartridge.errors import UnsupportedEngine, UnsupportedModel
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.settings import Settings, from_mapping
 
@@ -61,21 +60,26 @@ def _fingerprint(settings: Settings, config: VllmConfig) -> Fingerprint:
 
 
 def test_the_configuration_that_serve_starts_is_accepted():
-    engines.check_vllm(vllm_config())
-    engines.check_vllm(vllm_config(transfer={"kv_connector_extra_config": {"lmcache.max_tokens_per_load": 0}}))
-    engines.check_vllm(vllm_config(kv_cache_dtype="bfloat16"))
-    engines.check_vllm(vllm_config(kv_cache_dtype="fp8_e5m2"))
-    engines.check_vllm(vllm_config(tensor_parallel_size=2))
-    engines.check_vllm(vllm_config(pipeline_parallel_size=2))
-    engines.check_vllm(vllm_config(enable_lora=True))
-    for method in ("ngram", "suffix", "draft_model"):
-        engines.check_vllm(_changed(method=method))
+    given = (
+        {"transfer": {"kv_connector_extra_config": {"lmcache.max_tokens_per_load": 0}}}, {"kv_cache_dtype": "bfloat16"},
+        {"kv_cache_dtype": "fp8_e5m2"}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"enable_lora": True},
+    )  # fmt: skip
+    for config in ({}, *given):
+        engines.check_vllm(vllm_config(**config))
+    for change in ({"method": "suffix"}, {"method": "draft_model"}, {"enable_sleep_mode": True}):
+        engines.check_vllm(_changed(**change))
 
 
+_BESIDE = {CONTROL: "/tmp/x.sock"}
+_DRIVEN = {**_BESIDE, "lmcache.mp.mp_transfer_mode": "lmcache_driven"}
 _STOCK = {
     "kv_connector": "LMCacheConnectorV1",
     "kv_connector_module_path": "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector",
 }
+
+
+def _extra(**values: Any) -> VllmConfig:
+    return vllm_config(transfer={"kv_connector_extra_config": values})
 
 
 def _changed(**values: Any) -> VllmConfig:
@@ -83,45 +87,30 @@ def _changed(**values: Any) -> VllmConfig:
     engine of several."""
     config = vllm_config(speculative_config={"method": "ngram", "num_speculative_tokens": 2})
     for name, value in values.items():
-        for part in (config.kv_transfer_config, config.parallel_config, config.speculative_config):
+        for part in (config.kv_transfer_config, config.parallel_config, config.speculative_config, config.model_config):
             if hasattr(part, name):
                 setattr(part, name, value)
     return config
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("make", "reason"),
     [
-        (
-            lambda: vllm_config(transfer={"kv_connector_extra_config": {"use_native": True}}),
-            ["use_native", "remove it"],
-        ),
-        (lambda: _changed(kv_connector="MultiConnector"), ["MultiConnector", "kv_both"]),
-        (lambda: vllm_config(transfer={"kv_role": "kv_producer"}), ["kv_role is kv_producer", "kv_both"]),
-        (lambda: _changed(prefill_context_parallel_size=2), ["context parallelism"]),
-        (lambda: vllm_config(tensor_parallel_size=4, decode_context_parallel_size=2), ["context parallelism"]),
-        (
-            lambda: _changed(method="eagle"),
-            ["speculation by eagle", "ngram, ngram_gpu, suffix, draft_model"],
-        ),
-        (
-            lambda: vllm_config(kv_cache_dtype="fp8_per_token_head"),
-            ["quantised (fp8_per_token_head)", "one of fp8, fp8_e4m3, fp8_e5m2", "remove --kv-cache-dtype"],
-        ),
-        (
-            lambda: vllm_config(kv_cache_dtype="fp8", kv_cache_dtype_skip_layers=["0"]),
-            ["LMCache has one dtype", "--kv-cache-dtype-skip-layers"],
-        ),
-        (
-            lambda: vllm_config(transfer={"kv_connector_extra_config": {"lmcache.max_tokens_per_load": 512}}),
-            ["lmcache.max_tokens_per_load", "remove it"],
-        ),
+        (lambda: _extra(use_native=True), "use_native: .*remove it"),
+        (lambda: _changed(kv_connector="MultiConnector"), "MultiConnector: .*kv_both"),
+        (lambda: vllm_config(transfer={"kv_role": "kv_producer"}), "kv_role is kv_producer: .*kv_both"),
+        (lambda: _changed(prefill_context_parallel_size=2), "context parallelism: "),
+        (lambda: vllm_config(tensor_parallel_size=4, decode_context_parallel_size=2), "context parallelism: "),
+        (lambda: _changed(method="eagle"), "speculation by eagle: .*ngram, ngram_gpu, suffix, draft_model"),
+        (lambda: vllm_config(kv_cache_dtype="fp8_per_token_head"), "fp8_per_token_head.*remove --kv-cache-dtype"),
+        (lambda: vllm_config(kv_cache_dtype="fp8", kv_cache_dtype_skip_layers=["0"]), "--kv-cache-dtype-skip-layers"),
+        (lambda: _extra(**{"lmcache.max_tokens_per_load": 512}), "lmcache.max_tokens_per_load: .*remove it"),
+        (lambda: _changed(enable_sleep_mode=True, kv_connector_extra_config=_BESIDE), "sleep mode is enabled: "),
     ],
 )  # fmt: skip
-def test_a_vllm_that_is_not_safe_is_refused_with_the_reason(make, words):
-    with pytest.raises(UnsupportedEngine) as refusal:
+def test_a_vllm_that_is_not_safe_is_refused_with_the_reason(make, reason):
+    with pytest.raises(UnsupportedEngine, match=reason):
         engines.check_vllm(make())
-    assert [word for word in words if word not in str(refusal.value)] == []
 
 
 def test_the_block_that_requests_share_is_lost_by_none_of_them(monkeypatch):
@@ -153,18 +142,13 @@ def _cached(*specs: AttentionSpec) -> KVCacheConfig:
 _BLOCKS = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
 
 
-_BESIDE = {CONTROL: "/tmp/x.sock"}
-_DRIVEN = {**_BESIDE, "lmcache.mp.mp_transfer_mode": "lmcache_driven"}
-
-
 @pytest.mark.parametrize(
     ("extra", "role", "options", "reason"),
     [
-        ({}, "kv_both", {}, "--disable-hybrid-kv-cache-manager"),
-        ({}, "kv_consumer", {}, "--disable-hybrid-kv-cache-manager"),
-        (_BESIDE, "kv_consumer", {}, "--disable-hybrid-kv-cache-manager"),
-        (_DRIVEN, "kv_consumer", {"pipeline_parallel_size": 2}, "--disable-hybrid-kv-cache-manager"),
-        (_DRIVEN, "kv_consumer", {"kv_cache_dtype": "fp8"}, "--disable-hybrid-kv-cache-manager"),
+        ({}, "kv_consumer", {}, f"--{refusals.ONE_GROUP}"),
+        (_BESIDE, "kv_consumer", {}, f"--{refusals.ONE_GROUP}"),
+        (_DRIVEN, "kv_consumer", {"pipeline_parallel_size": 2}, f"--{refusals.ONE_GROUP}"),
+        (_DRIVEN, "kv_consumer", {"kv_cache_dtype": "fp8"}, f"--{refusals.ONE_GROUP}"),
         (_DRIVEN, "kv_both", {}, "--no-save"),
         (_DRIVEN, "kv_consumer", {}, None),
     ],
@@ -188,7 +172,7 @@ def test_nothing_is_saved_or_computed_again_of_a_model_whose_every_layer_gives_i
     with pytest.raises(UnsupportedEngine, match="layers have a sliding window.*--no-save"):
         engines.check_vllm(both, sliding)
     engines.check_vllm(only, sliding)
-    beside = vllm_config(transfer={"kv_role": "kv_both", "kv_connector_extra_config": {CONTROL: "/tmp/x.sock"}})
+    beside = vllm_config(transfer={"kv_role": "kv_both", "kv_connector_extra_config": _BESIDE})
     with monkeypatch.context() as patched:
         patched.setenv(SKIP_SAVING, "1")
         engines.check_vllm(both, sliding)
@@ -213,20 +197,8 @@ def test_what_lmcaches_server_alone_can_take_is_refused_inside_vllm(make, reason
     with pytest.raises(UnsupportedEngine, match=f"{reason}: .* --mode multiprocess"):
         engines.check_vllm(make())
     beside = make()
-    beside.kv_transfer_config.kv_connector_extra_config = {CONTROL: "/tmp/x.sock"}
+    beside.kv_transfer_config.kv_connector_extra_config = _BESIDE
     engines.check_vllm(beside)
-
-
-def test_a_server_in_rust_is_refused_where_requests_may_name_cartridges(monkeypatch):
-    """vLLM starts it in the place of the one that has our request API."""
-    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
-    monkeypatch.setenv("VLLM_PLUGINS", "cartridges")
-    off = vllm_config(transfer={"kv_connector_extra_config": {"cartridge.request_api": "off"}})
-    check_api(off)
-    with pytest.raises(UnsupportedEngine, match="VLLM_USE_RUST_FRONTEND: .* unset it"):
-        check_api(vllm_config())
-    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "0")
-    check_api(vllm_config())
 
 
 def test_workers_of_all_engines_have_numbers_of_their_own():
@@ -240,60 +212,40 @@ def test_workers_of_all_engines_have_numbers_of_their_own():
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"pre_caching_hash_algorithm": "sha256"},
-        {"local_cpu": True},
-        {"retrieve_locations": None},
-        {"retrieve_locations": ["LocalCPUBackend", "cartridge"]},
-    ],
-)
-def test_the_lmcache_configuration_that_serve_writes_is_accepted(settings, options):
-    config = lmcache_config(settings, **options)
-    refusals.check(refusals.LMCACHE, config)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"enable_async_loading": True}, ["enable_async_loading is on", "`enable_async_loading: false`"]),
-        ({"use_layerwise": True}, ["use_layerwise is on", "`use_layerwise: false`"]),
-        ({"enable_blending": True}, ["enable_blending is on", "`enable_blending: false`"]),
-        ({"save_unfull_chunk": True}, ["save_unfull_chunk is on", "`save_unfull_chunk: false`"]),
-        ({"min_retrieve_tokens": 1}, ["min_retrieve_tokens", "set it to 0"]),
-        ({"retrieve_locations": ["LocalCPUBackend"]}, ["retrieve_locations", "name the cartridge plugin there"]),
-        ({"retrieve_locations": []}, ["retrieve_locations", "name the cartridge plugin there"]),
-        ({"pre_caching_hash_algorithm": "builtin"}, ["is builtin", "`pre_caching_hash_algorithm: sha256_cbor`"]),
-        ({"pre_caching_hash_algorithm": "xxhash_cbor"}, ["algorithm is xxhash_cbor", "sha256_cbor`"]),
-    ],
-)  # fmt: skip
-def test_an_lmcache_that_is_not_safe_is_refused_with_the_reason(settings, options, words):
-    config = lmcache_config(settings, **options)
-    with pytest.raises(UnsupportedEngine) as refusal:
-        refusals.check(refusals.LMCACHE, config)
-    assert [word for word in words if word not in str(refusal.value)] == []
-
-
-@pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"use_layerwise": True}, "use_layerwise is on"),
-        ({"extra": {"storage_plugin.cartridge.gpu_budget": 5}}, "storage_plugin.cartridge.gpu_budget: no such setting"),
-        ({"extra": {"storage_plugin.cartridge.cpu_bytes": "1 pound"}}, "storage_plugin.cartridge.cpu_bytes"),
-        ({"extra": {"storage_plugin.cartridge.cpu_bytes": 5}}, "raise cpu_bytes"),
-        ({"extra": {"storage_plugin.second.class_name": "CartridgeBackend"}}, "there must be one"),
-        ({"lookup_timeout_ms": 1000}, "lookup_timeout_s is 1.0"), ({"lookup_timeout_ms": 1000}, "lookup_timeout_ms: 1000"),
-        ({"config": {"kv_role": "kv_producer"}}, "kv_role is kv_producer"),
+        ({}, None), ({"pre_caching_hash_algorithm": "sha256"}, None), ({"local_cpu": True}, None),
+        ({"retrieve_locations": None}, None), ({"retrieve_locations": ["LocalCPUBackend", "cartridge"]}, None),
+        *(({name: True}, f"{name} is on: .*`{name}: false`") for name in (
+            "enable_async_loading", "use_layerwise", "enable_blending", "save_unfull_chunk")),
+        ({"min_retrieve_tokens": 1}, "min_retrieve_tokens: .*set it to 0"),
+        ({"retrieve_locations": ["LocalCPUBackend"]}, "retrieve_locations .*name the cartridge plugin there"),
+        ({"retrieve_locations": []}, "retrieve_locations .*name the cartridge plugin there"),
+        ({"pre_caching_hash_algorithm": "builtin"}, "is builtin: .*`pre_caching_hash_algorithm: sha256_cbor`"),
+        ({"pre_caching_hash_algorithm": "xxhash_cbor"}, "is xxhash_cbor: "),
     ],
 )  # fmt: skip
-def test_why_lmcache_dropped_the_plugin_is_kept(settings, options, reason):
+def test_the_lmcache_configuration_that_serve_writes_is_accepted_and_an_unsafe_one_refused(settings, options, reason):
+    config = lmcache_config(settings, **options)
+    with pytest.raises(UnsupportedEngine, match=reason) if reason else nullcontext():
+        refusals.check(refusals.LMCACHE, config)
+
+
+@pytest.mark.parametrize(
+    ("options", "role", "reason"),
+    [
+        ({"use_layerwise": True}, "kv_consumer", "use_layerwise is on"),
+        ({"extra": {"storage_plugin.cartridge.gpu_budget": 5}}, "kv_consumer", "gpu_budget: no such setting"),
+        ({"extra": {"storage_plugin.second.class_name": "CartridgeBackend"}}, "kv_consumer", "there must be one"),
+        ({"lookup_timeout_ms": 1000}, "kv_consumer", "lookup_timeout_s is 1.0"),
+        ({}, "kv_producer", "kv_role is kv_producer"),
+    ],
+)  # fmt: skip
+def test_why_lmcache_dropped_the_plugin_is_kept(settings, options, role, reason):
     """The last is of vLLM, as under the stock connector, where nothing but the plugin itself checks."""
-    config = vllm_config(transfer=options.pop("config", None))
     given = lmcache_config(settings.model_copy(update={"lookup_timeout_s": 1.0}), **options)
-    with lmcache_engine(given, config, EngineWriteConnector()) as engine:
+    with lmcache_engine(given, vllm_config(transfer={"kv_role": role}), EngineWriteConnector()) as engine:
         assert not [b for b in engine.storage_manager.storage_backends.values() if isinstance(b, CartridgeBackend)]
-        assert isinstance(CartridgeBackend.refusal, CartridgeError)
         assert reason in str(CartridgeBackend.refusal)
 
 
@@ -308,7 +260,7 @@ def test_a_worker_under_another_connector_than_ours_ends_with_the_reason(monkeyp
     assert re.search("LMCacheConnectorV1 is not ours.*LMCache#4463.*VLLM_PLUGINS is set, name `cartridges`", reason)
 
 
-@pytest.mark.parametrize(("rank", "policy"), [(0, "fail"), (1, "recompute"), (2, "fail"), (3, "fail")])
+@pytest.mark.parametrize(("rank", "policy"), [(1, "recompute"), (3, "fail")])
 def test_each_rank_of_tensor_parallelism_is_described_as_such(settings, rank, policy, monkeypatch):
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     CartridgeBackend.refusal = UnsupportedEngine("an earlier one")
@@ -321,13 +273,10 @@ def test_each_rank_of_tensor_parallelism_is_described_as_such(settings, rank, po
         assert CartridgeBackend.refusal is None, "a plugin that loads clears the reason of one that did not"
         engine = plugin(loaded).store.engine
         hashes = list(engine.hasher(list(range(2 * CHUNK))))
-    assert (engine.rank, engine.world, engine.chunk_tokens, engine.pin_memory) == (rank, 4, CHUNK, False)
-    assert (engine.layout, engine.device) == ("heads", "cuda:1")
+    assert (engine.rank, engine.world, engine.chunk_tokens, engine.device) == (rank, 4, CHUNK, "cuda:1")
     assert engine.fingerprint.kv_heads == 2, "the model has two heads however many ranks share them"
     assert engine.allow_trained is (policy == "fail")
-    assert hashes == [3458749269985200090, 9785119678747880191], (
-        "as in another process: the scheduler's must be the same"
-    )
+    assert hashes == [3458749269985200090, 9785119678747880191], "in all processes the same"
 
 
 def _model(root: Path, **changes: Any) -> Path:
@@ -356,7 +305,7 @@ def test_a_model_of_any_supported_rope_is_the_same_to_vllm_and_to_an_author_and_
     assert torch.allclose(rotary.cos_sin_cache[positions], expected, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["smollm3", "falcon multi-query", "qwen2-moe", "gemma3", "gpt-oss"])
+@pytest.mark.parametrize("name", ["smollm3", "qwen2-moe"])
 def test_a_model_of_an_odd_family_is_the_same_to_vllm_and_to_an_author(settings, tmp_path, name):
     directory = make_model(tmp_path / "model", FAMILIES[name]())
     config = vllm_config(directory, dtype="float32", max_model_len=512)
@@ -366,10 +315,6 @@ def test_a_model_of_an_odd_family_is_the_same_to_vllm_and_to_an_author(settings,
     assert author.kv_heads == config.model_config.get_total_num_kv_heads()
     if name == "smollm3":
         assert engine.rope[0].layers == ROTATING[name], "vLLM's own config says so too"
-
-
-def _copied(root: Path) -> dict[str, Any]:
-    return {"model": _model(root)}
 
 
 def _of_other_weights(root: Path) -> dict[str, Any]:
@@ -384,25 +329,21 @@ def _of_other_weights(root: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("given", "named"),
     [
-        (_copied, None), (_of_other_weights, "weights_digest"), ({"quantization": "fp8"}, "quantisation: none, not online fp8"),
-        ({"dtype": "float32"}, "dtype: bfloat16, not float32"), ({"hf_overrides": {"rms_norm_eps": 1e-5}}, "config_digest"),
-        ({"hf_overrides": {"hidden_act": "gelu"}}, "config_digest"), ({"hf_overrides": {"num_hidden_layers": 2}}, "layers"),
-        ({"hf_overrides": {"num_key_value_heads": 4}}, "kv_heads"),
+        (_of_other_weights, "weights_digest"), (lambda _: {"quantization": "fp8"}, "quantisation: none, not online fp8"),
+        (lambda _: {"dtype": "float32"}, "dtype: bfloat16, not float32"),
+        (lambda _: {"hf_overrides": {"rms_norm_eps": 1e-5}}, "config_digest"),
     ],
 )  # fmt: skip
-def test_a_copy_is_the_same_model_to_vllm_and_to_an_author_and_whatever_else_is_another(
-    settings, tmp_path, given, named
-):
-    engine = _fingerprint(settings, vllm_config(**(given(tmp_path) if callable(given) else given)))
+def test_another_model_is_told_by_what_differs(settings, tmp_path, given, named):
     author = CausalModel(str(MODEL_DIR)).fingerprint
-    differences = author.differences(engine)
-    if named is None:
-        assert differences == engine.differences(author) == [] and author.weights_digest is not None
-        assert (author.weights_digest, author.config_digest) == (engine.weights_digest, engine.config_digest)
-    elif "hf_overrides" in given if isinstance(given, dict) else False:
-        assert [line for line in differences if line.startswith(named)]
-    else:
-        assert len(differences) == 1 and differences[0].startswith(named)
+    (difference,) = author.differences(_fingerprint(settings, vllm_config(**given(tmp_path))))
+    assert difference.startswith(named)
+
+
+def test_a_copy_is_the_same_model_to_vllm_and_to_an_author(settings, tmp_path):
+    author, engine = CausalModel(str(MODEL_DIR)).fingerprint, _fingerprint(settings, vllm_config(_model(tmp_path)))
+    assert author.differences(engine) == engine.differences(author) == [] and author.weights_digest is not None
+    assert (author.weights_digest, author.config_digest) == (engine.weights_digest, engine.config_digest)
 
 
 def test_an_engine_that_caches_layers_the_model_has_not_is_refused():

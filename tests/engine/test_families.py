@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
@@ -17,12 +17,10 @@ from transformers import (
     DynamicCache,
     FalconH1Config,
     JambaConfig,
-    Mamba2Config,
     MambaConfig,
     Mistral3Config,
     Qwen3NextConfig,
     RecurrentGemmaConfig,
-    Zamba2Config,
 )
 
 from lmcache_cartridge.artifact.cartridge import Cartridge
@@ -32,7 +30,6 @@ from lmcache_cartridge.artifact.reading import load_manifest
 from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.cli.making import load_for
 from lmcache_cartridge.errors import ArtifactError, UnsupportedModel
-from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make import model as make_model_module
 from lmcache_cartridge.make import prefill
 from lmcache_cartridge.make.document import check_fits
@@ -52,10 +49,15 @@ class Family(NamedTuple):
     """Of `DOCUMENTS`."""
 
 
+def _model(root: Path, name: str, **given: Any) -> CausalModel:
+    """Return a family's model, written at `root / "model"`."""
+    return CausalModel(str(make_model(root / "model", FAMILIES[name]())), **given)
+
+
 @pytest.fixture(scope="module", params=ROTATING)
 def family(request, tmp_path_factory):
     root = tmp_path_factory.mktemp("family")
-    model = CausalModel(str(make_model(root / "model", FAMILIES[request.param]())), max_model_len=MAX_MODEL_LEN)
+    model = _model(root, request.param, max_model_len=MAX_MODEL_LEN)
     cartridges = [write(model, root / str(i), ids) for i, ids in enumerate(DOCUMENTS)]
     return Family(request.param, root / "model", model, cartridges)
 
@@ -79,33 +81,24 @@ def test_a_chain_holds_the_keys_and_values_that_each_layer_makes_at_those_places
     first, second = DOCUMENTS
     expected = torch.cat([_own(family.model, first, 0), _own(family.model, second, len(first))], dim=2)
     found = chain(family.cartridges)
-    print(family.name, _errors(found[0], expected[0]))
     assert len(found) == family.model.fingerprint.planes
     assert all(max(_errors(*planes)) < NOISE for planes in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_layers_that_rotate_are_found_by_trying(family, dtype):
-    model = (
-        family.model
-        if dtype == "float32"
-        else CausalModel(str(family.directory), dtype=dtype, max_model_len=MAX_MODEL_LEN)
-    )
-    assert rotating_layers(model.fingerprint.rope) == ROTATING[family.name]
+def test_the_layers_that_rotate_are_found_by_trying(family):
+    rounded = CausalModel(str(family.directory), dtype="bfloat16", max_model_len=MAX_MODEL_LEN)
+    for model in (family.model, rounded):
+        assert rotating_layers(model.fingerprint.rope) == ROTATING[family.name]
 
 
 def test_a_layer_rotated_wrongly_is_far_off(family):
     expected = _own(family.model, DOCUMENTS[1], len(DOCUMENTS[0]))[0]
-    every = tuple(range(family.model.fingerprint.layers))
-    for layer in every:
+    for layer in range(family.model.fingerprint.layers):
         wrong = tuple(sorted({*ROTATING[family.name]} ^ {layer}))
         keys = chain(family.cartridges, wrong or (layer,))[0][:, len(DOCUMENTS[0]) :]
         errors = _errors(keys, expected)
         assert errors[layer] > 0.1
         assert max(errors[:layer] + errors[layer + 1 :], default=0) < NOISE
-
-
-QUESTION = list(range(400, 410))
 
 
 def test_kinds_of_layers_that_rotate_otherwise_than_the_config_says_cannot_be_moved(tmp_path, monkeypatch):
@@ -116,7 +109,7 @@ def test_kinds_of_layers_that_rotate_otherwise_than_the_config_says_cannot_be_mo
         return replace(shape, rope=(replace(other, layers=first.layers), replace(first, layers=other.layers)))
 
     _misread(monkeypatch, swapped)
-    rope = CausalModel(str(make_model(tmp_path / "model", FAMILIES["gemma3"]()))).fingerprint.rope
+    rope = _model(tmp_path, "gemma3").fingerprint.rope
     assert [each.pairing for each in rope] == [None, None]
     with pytest.raises(UnsupportedModel, match="rotate together"):
         check_shift(rope)
@@ -131,74 +124,64 @@ def _plain(directory: Path, ids: list[int]) -> torch.Tensor:
 def test_longrope_takes_the_factors_that_the_engine_takes_whatever_the_length(tmp_path):
     directory = make_model(tmp_path / "model", FAMILIES["phi3 long"]())  # made for 512 tokens
     few, many = [5 + i % 600 for i in range(300)], [5 + i % 600 for i in range(600)]
-    short, long = CausalModel(str(directory)), CausalModel(str(directory), max_model_len=513)
-    assert CausalModel(str(directory), max_model_len=512).fingerprint == short.fingerprint
-    assert float((short.logits(few, 1)[0] - _plain(directory, few)).abs().max()) < 1e-3
-    assert float((long.logits(many, 1)[0] - _plain(directory, many)).abs().max()) < 1e-3
-    assert float((long.logits(few, 1)[0] - _plain(directory, few)).abs().max()) > 0.1
+    short, long, most = (CausalModel(str(directory), max_model_len=length) for length in (512, 513, 4096))
+    for model, ids, is_near in ((short, few, True), (long, many, True), (long, few, False)):
+        apart = float((model.logits(ids, 1)[0] - _plain(directory, ids)).abs().max())
+        assert apart < 1e-3 if is_near else apart > 0.1
     assert (short.context_tokens, long.context_tokens) == (512, 4096)
     (said,) = long.fingerprint.differences(short.fingerprint)
-    assert said.startswith(
-        "rope factors: long, not short; an engine takes the long ones where its --max-model-len is mor"
-    )
-    assert not long.fingerprint.differences(CausalModel(str(directory), max_model_len=4096).fingerprint)
+    assert said.startswith("rope factors: long, not short; ") and "--max-model-len" in said
+    assert not long.fingerprint.differences(most.fingerprint)
 
 
 @pytest.mark.parametrize(("given", "factors"), [([], "short"), (["--max-model-len", "513"], "long")])
 def test_import_and_what_is_made_for_a_server_take_the_factors_that_the_engine_takes(tmp_path, given, factors):
-    directory, home = make_model(tmp_path / "model", FAMILIES["phi3 long"]()), str(tmp_path / "home")
+    expected = _model(tmp_path, "phi3 long", max_model_len=513 if given else None).fingerprint
+    directory = str(tmp_path / "model")
     (tmp_path / "ids.json").write_text(str([5 + i for i in range(300)]))
-    expected = CausalModel(str(directory), max_model_len=513 if given else None).fingerprint
-    words = ["import", str(tmp_path / "ids.json"), "--model", str(directory), "--id", "x", "--home", home, *given]
-    for more in ([], ["--no-compare"]):
+    words = ["import", str(tmp_path / "ids.json"), "--model", directory, "--id", "x", "--home", str(tmp_path), *given]
+    for version, more in enumerate(([], ["--no-compare"]), 1):
         assert main([*words, *more]) == 0
-    for row in Registry(tmp_path / "home" / "registry.sqlite").all():
-        assert not load_manifest(row.local_root()).fingerprint.differences(expected)
-    model, args = load_for(" ".join(given), str(directory))
+        root = tmp_path / "cartridges" / "x" / str(version)
+        assert not load_manifest(root).fingerprint.differences(expected)
+    model, args = load_for(" ".join(given), directory)
     assert (model.fingerprint, set(given) <= set(args), args[-2:]) == (expected, True, ["--dtype", "float32"])
     assert expected.rope[0].parameters["factors"] == factors
 
 
 def test_a_document_ends_where_the_short_factors_or_an_attention_that_engines_share_do(tmp_path):
-    directory, llama4 = make_model(tmp_path / "model", FAMILIES["phi3 long"]()), FAMILIES["llama4"]()
+    llama4 = FAMILIES["llama4"]()
     llama4.max_position_embeddings = 16384
-    for path, tokens, reason in (
-        (directory, 600, "context is 512, less the question, by longrope's short .* --max-model-len"),
-        (
-            make_model(tmp_path / "llama4", llama4),
-            9000,
-            "context is 8192, less the question, beyond which engines differ",
-        ),
+    for model, tokens, reason in (
+        (_model(tmp_path, "phi3 long"), 600, "context is 512, .* longrope's short .* --max-model-len"),
+        (CausalModel(str(make_model(tmp_path / "llama4", llama4))), 9000, "context is 8192, .* engines differ"),
     ):
         with pytest.raises(ArtifactError, match=reason):
-            check_fits(CausalModel(str(path)), Path("document"), [5] * tokens)
-    check_fits(CausalModel(str(directory), max_model_len=1024), Path("document"), [5] * 600)
+            check_fits(model, Path("document"), [5] * tokens)
+    check_fits(CausalModel(str(tmp_path / "model"), max_model_len=1024), Path("document"), [5] * 600)
 
 
 def test_cartridges_whose_keys_are_of_other_pairs_than_the_engines_are_told_apart(tmp_path):
-    shape = CausalModel(str(make_model(tmp_path / "model", FAMILIES["llama4"]()))).fingerprint
-    assert shape.rope[0].pairing == "half"
-    once = msgspec.structs.replace(shape, rope=(msgspec.structs.replace(*shape.rope, pairing="interleaved"),))
+    shape, replace = _model(tmp_path, "llama4").fingerprint, msgspec.structs.replace
+    once = replace(shape, rope=(replace(*shape.rope, pairing="interleaved"),))
     assert once.differences(shape) == ["rope pairs of dimensions: interleaved, not half"]
 
 
 def test_longrope_whose_attention_engines_scale_otherwise_is_refused(tmp_path):
     config = FAMILIES["phi3 long"]()
-    for name, value in (("factor", 3.0), ("attention_factor", 1.5)):
-        given = config_fields(config) | {"rope_parameters": config.rope_parameters | {name: value}}
-        with pytest.raises(UnsupportedModel, match="longrope with a"):
-            of_config(given, dtype="float32")
-    with pytest.raises(UnsupportedModel, match="longrope without original_max_position_embeddings"):
-        given = {
-            "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4},
-            "original_max_position_embeddings": None,
-        }
-        of_config(config_fields(config) | given, dtype="float32")
+    rope, unknown = config.rope_parameters, {"rope_type": "longrope", "rope_theta": 1e4}
+    for given, reason in (
+        ({"rope_parameters": rope | {"factor": 3.0}}, "longrope with a"),
+        ({"rope_parameters": rope | {"attention_factor": 1.5}}, "longrope with a"),
+        ({"rope_parameters": unknown, "original_max_position_embeddings": None}, "longrope without original_max"),
+    ):
+        with pytest.raises(UnsupportedModel, match=reason):
+            of_config(config_fields(config) | given, dtype="float32")
 
 
 @pytest.mark.parametrize("name", ["gpt2", "falcon alibi"])
 def test_keys_of_a_family_without_rope_cannot_be_moved(tmp_path, name):
-    model = CausalModel(str(make_model(tmp_path / "model", FAMILIES[name]())))
+    model = _model(tmp_path, name)
     cartridge = write(model, tmp_path / "doc", DOCUMENTS[0])
     assert torch.equal(chain([cartridge]), torch.cat(list(model.prefill(DOCUMENTS[0], 32)), dim=2))
     with pytest.raises(UnsupportedModel, match="no rotary embedding"):
@@ -207,7 +190,7 @@ def test_keys_of_a_family_without_rope_cannot_be_moved(tmp_path, name):
 
 def test_layers_whose_keys_are_neither_rotated_nor_left_alone_are_not_known(tmp_path):
     """A model that adds positions to what its last layer reads, beside RoPE: no single rule moves its keys."""
-    model = CausalModel(str(make_model(tmp_path / "model", FAMILIES["llama"]())))
+    model = _model(tmp_path, "llama")
     learned = torch.nn.Embedding(4096, model.model.config.hidden_size)
 
     def add(layer: torch.nn.Module, given: tuple, named: dict) -> tuple[tuple, dict]:
@@ -217,10 +200,7 @@ def test_layers_whose_keys_are_neither_rotated_nor_left_alone_are_not_known(tmp_
     assert model.rotation(model.fingerprint.rope) == (None, None)
 
 
-@pytest.mark.parametrize(
-    "config",
-    [Qwen3NextConfig, MambaConfig, Mamba2Config, JambaConfig, FalconH1Config, Zamba2Config, RecurrentGemmaConfig],
-)
+@pytest.mark.parametrize("config", [Qwen3NextConfig, MambaConfig, JambaConfig, FalconH1Config, RecurrentGemmaConfig])
 def test_a_model_that_keeps_a_state_of_the_prompt_is_refused_before_its_weights_are_read(tmp_path, config):
     config().save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModel, match="but a state of the whole prompt, which no cartridge can hold"):
@@ -235,17 +215,14 @@ def test_a_model_that_reads_images_is_refused_before_its_weights_are_read(tmp_pa
 
 @pytest.mark.parametrize("name", ["gemma3", "llama4"])
 def test_a_model_that_reads_images_caches_for_text_what_its_language_model_does(tmp_path, name):
-    seeing, text = (
-        CausalModel(str(make_model(tmp_path / each, FAMILIES[each]()))).fingerprint for each in (f"{name} seeing", name)
-    )
+    seeing, text = (_model(tmp_path / each, each).fingerprint for each in (f"{name} seeing", name))
     (line,) = seeing.differences(text, weights=False)
-    assert line.startswith("architecture: ")
-    assert line.partition("not")[0].endswith("ForConditionalGeneration, ")
+    assert line.startswith("architecture: ") and "ForConditionalGeneration, not " in line
 
 
 def test_a_kimi_k2_is_a_deepseek_v3(tmp_path):
     """Its experts too, which transformers would make up for a model type that it does not know."""
-    expected = CausalModel(str(make_model(tmp_path / "model", FAMILIES["deepseek-v3"]())))
+    expected = _model(tmp_path, "deepseek-v3")
     kept = tmp_path / "model" / "config.json"
     kept.write_text(json.dumps(json.loads(kept.read_text()) | {"model_type": "kimi_k2"}))
     model = CausalModel(str(tmp_path / "model"))
@@ -273,23 +250,22 @@ def _misread(monkeypatch: pytest.MonkeyPatch, change: Callable[[Fingerprint], Fi
 def test_layers_that_the_config_says_rotate_otherwise_are_not_known(tmp_path, monkeypatch):
     replace = msgspec.structs.replace
     _misread(monkeypatch, lambda shape: replace(shape, rope=tuple(replace(r, layers=(0, 1, 2, 3)) for r in shape.rope)))
-    model = CausalModel(str(make_model(tmp_path / "model", FAMILIES["smollm3"]())))
-    assert model.fingerprint.rope[0].layers is None
+    assert _model(tmp_path, "smollm3").fingerprint.rope[0].layers is None
 
 
 def test_a_family_that_caches_heads_its_config_does_not_say_is_refused_when_it_is_loaded(tmp_path, monkeypatch):
     _misread(monkeypatch, lambda shape: msgspec.structs.replace(shape, kv_heads=4))  # as it was once read for Falcon
     with pytest.raises(UnsupportedModel, match=r"caches 4 layers of \[\(1, 32\)\].*config says 4 of \(4, 32\)"):
-        CausalModel(str(make_model(tmp_path / "model", FAMILIES["falcon multi-query"]())))
+        _model(tmp_path, "falcon multi-query")
 
 
 @pytest.mark.parametrize("encoding", ["plain", "int8"])
 def test_a_cartridge_of_kinds_of_layers_is_tried_in_a_chain_too(tmp_path, encoding):
     """Its canary's questions behind itself were kept since a layer that is not moved is seen."""
-    model = CausalModel(str(make_model(tmp_path / "model", FAMILIES["gemma3"]())))
-    (tmp_path / "doc.txt").write_text("Four beds are on the ward and one of them is empty. " * 4)
+    model, document = _model(tmp_path, "gemma3"), tmp_path / "doc.txt"
+    document.write_text("Four beds are on the ward and one of them is empty. " * 4)
     made = prefill.build(
-        model, tmp_path / "doc.txt", tmp_path / "doc", cartridge_id="doc", version=1, chunk_tokens=32, encoding=encoding
+        model, document, tmp_path / "doc", cartridge_id="doc", version=1, chunk_tokens=32, encoding=encoding
     )
     assert made.canary.behind
     assert made.provenance.canary.max_abs_logit_difference < (1e-3 if encoding == "plain" else 0.5)
@@ -298,11 +274,10 @@ def test_a_cartridge_of_kinds_of_layers_is_tried_in_a_chain_too(tmp_path, encodi
 @torch.inference_mode()
 def test_soft_caps_on_attention_are_not_left_out(tmp_path):
     """PyTorch's attention knows none, and transformers takes it unless it is told otherwise."""
-    model = CausalModel(str(make_model(tmp_path / "model", FAMILIES["gemma2"]())))
-    ids = torch.tensor([DOCUMENTS[0]])
-    capped, plain = model.model(ids).logits, FAMILIES["gemma2"]()
+    plain = FAMILIES["gemma2"]()
     plain.attn_logit_softcapping = None
-    uncapped = CausalModel(str(make_model(tmp_path / "plain", plain))).model(ids).logits
+    models = _model(tmp_path, "gemma2"), CausalModel(str(make_model(tmp_path / "plain", plain)))
+    capped, uncapped = (each.model(torch.tensor([DOCUMENTS[0]])).logits for each in models)
     assert float((capped - uncapped).abs().max()) > 0.1
 
 
@@ -313,7 +288,5 @@ def test_a_checkpoint_without_some_weights_is_refused(tmp_path):
     weights = load_file(file)
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, file, metadata={"format": "pt"})
-    with pytest.raises(
-        UnsupportedModel, match="model lacks 1 of its model's weights, model.layers.1.mlp.up_proj.weight"
-    ):
+    with pytest.raises(UnsupportedModel, match="lacks 1 of .* weights, model.layers.1.mlp.up_proj.weight"):
         CausalModel(str(directory))

@@ -8,6 +8,7 @@ import enum
 import re
 import sys
 import warnings
+from functools import reduce
 from types import SimpleNamespace
 from typing import Any
 
@@ -68,14 +69,12 @@ def taken(request, monkeypatch):
     part, path = request.param
     module, _, attributes = path.partition(":")
     *owners, last = attributes.split(".")
-    owner = host.module(module)
-    for name in owners:
-        owner = getattr(owner, name)
+    owner = reduce(getattr, owners, host.module(module))
     if isinstance(owner, type) and issubclass(owner, enum.Enum):
         monkeypatch.setattr(host.module(module), owners[-1], SimpleNamespace())
     else:
         monkeypatch.delattr(owner, last)
-    yield part, path
+    return part, path
 
 
 def test_a_name_that_is_gone_is_named_at_start_with_the_versions(taken):
@@ -114,27 +113,18 @@ def test_a_name_that_means_something_else_is_refused(part, path, changed, monkey
 
 
 @pytest.mark.parametrize(
-    ("part", "base", "ours"),
-    [
-        ("adapter", "lmcache.v1.distributed.l2_adapters.base:L2AdapterInterface", "l2:CartridgeL2Adapter"),
-        (
-            "in-process",
-            "lmcache.v1.storage_backend.abstract_backend:StoragePluginInterface",
-            "backend:CartridgeBackend",
-        ),
-        ("in-process", "lmcache.v1.gpu_connector.gpu_connectors:GPUConnectorInterface", "inject:EngineWriteConnector"),
-    ],
-)
-def test_a_method_that_a_release_asks_for_and_we_have_not_is_named_at_start(part, base, ours, monkeypatch):
-    classes = []
-    for path in (base, f"{PACKAGE}.engine.{ours}"):
-        module, _, name = path.partition(":")
-        classes.append(getattr(host.module(module), name))
+    ("part", "ours"),
+    [("adapter", "l2:CartridgeL2Adapter"), ("in-process", "backend:CartridgeBackend"), ("in-process", "inject:EngineWriteConnector")],
+)  # fmt: skip
+def test_a_method_that_a_release_asks_for_and_we_have_not_is_named_at_start(part, ours, monkeypatch):
+    module, _, name = ours.partition(":")
+    own = getattr(host.module(f"{PACKAGE}.engine.{module}"), name)
+    classes = [own.__bases__[0], own]
     with monkeypatch.context() as patch:
         patch.setattr(classes[0], "get_news", abc.abstractmethod(lambda self: None), raising=False)
         for each in classes:
             abc.update_abstractmethods(each)
-        with pytest.raises(UnsupportedEngine, match=f"{classes[1].__name__} .*get_news"):
+        with pytest.raises(UnsupportedEngine, match=f"{name} .*get_news"):
             host.verify(part)
     for each in classes:
         abc.update_abstractmethods(each)
@@ -144,23 +134,18 @@ def test_a_method_that_a_release_asks_for_and_we_have_not_is_named_at_start(part
 def test_a_module_is_taken_from_where_lmcache_moved_it_else_from_where_it_was(tmp_path, monkeypatch):
     """With a package in LMCache's place: LMCache has either."""
     files = {
-        "moved": "here = 'old'", "inprocess/moved": "here = 'new'", "stays": "here = 'old'", "broken": "",
+        "__init__": "", "moved": "here = 'old'", "inprocess/moved": "here = 'new'", "stays": "here = 'old'", "broken": "",
         "inprocess/broken": "import nobody_has_this",
     }  # fmt: skip
     (tmp_path / "lmcache" / "inprocess").mkdir(parents=True)
     for name, text in files.items():
         (tmp_path / "lmcache" / f"{name}.py").write_text(text)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "lmcache"]:
-        monkeypatch.delitem(sys.modules, name)
+    others = {name: each for name, each in sys.modules.items() if name.partition(".")[0] != "lmcache"}
+    monkeypatch.setattr(sys, "modules", others)
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "lmcache" / "__init__.py").touch()
-    try:
-        assert [host.module(f"lmcache.{name}").here for name in ("moved", "stays")] == ["new", "old"]
-        with pytest.raises(ModuleNotFoundError, match="nobody_has_this"):
-            host.module("lmcache.broken")
-    finally:
-        for name in [name for name in sys.modules if name.partition(".")[0] == "lmcache"]:
-            del sys.modules[name]
+    assert [host.module(f"lmcache.{name}").here for name in ("moved", "stays")] == ["new", "old"]
+    with pytest.raises(ModuleNotFoundError, match="nobody_has_this"):
+        host.module("lmcache.broken")
 
 
 # Names of live objects.
@@ -179,10 +164,7 @@ def test_lmcache_behind_its_connector_is_refused_where_a_part_is_not_where_it_wa
     for path in ("_lmcache_engine", "_lmcache_engine._manager", "_lmcache_engine.load_specs",
                  "_lmcache_engine._manager.lmcache_engine", "_lmcache_engine._manager._init_failed_reason"):  # fmt: skip
         connector, (*owners, name) = _connector(), path.split(".")
-        owner = connector
-        for each in owners:
-            owner = getattr(owner, each)
-        delattr(owner, name)
+        delattr(reduce(getattr, owners, connector), name)
         with pytest.raises(UnsupportedEngine, match=name):
             host_inprocess.InProcess(connector)
     for broken, missing in (
@@ -211,10 +193,9 @@ def test_another_way_of_naming_chunks_is_refused_at_start():
 
 
 def test_a_connector_that_does_not_ask_for_the_models_name_is_refused():
-    from lmcache.integration.vllm import lmcache_mp_connector
-
     with host.model_name("mine"):
-        assert lmcache_mp_connector.get_dcp_decorated_model_name("a", "b") == "mine"
+        connector = host.module("lmcache.integration.vllm.lmcache_mp_connector")
+        assert connector.get_dcp_decorated_model_name("a", "b") == "mine"
     with pytest.raises(UnsupportedEngine, match="get_dcp_decorated_model_name"), host.model_name("mine"):
         pass
 
@@ -225,14 +206,11 @@ def test_handlers_that_cannot_be_wrapped_are_refused():
         host_api.wrap_handlers(state, client, ours, guard, shown)
 
     client = object()
-    sound = SimpleNamespace(online_renderer="theirs", engine_client=client)
-    showing, rest = (
-        SimpleNamespace(online_renderer="theirs"),
-        {"_state": {"a": sound, "b": object()}, "serving_tokens": None},
-    )
+    sound, showing = (SimpleNamespace(online_renderer="theirs", engine_client=client) for _ in "ab")
+    rest = {"_state": {"a": sound, "b": object()}, "serving_tokens": None}
     wrap(SimpleNamespace(openai_serving_chat=sound, serving_render=showing, **rest))
     assert (sound.online_renderer, sound.engine_client) == (["ours", "theirs"], ["guard", client])
-    assert showing.online_renderer == ["shown", "theirs"]
+    assert (showing.online_renderer, showing.engine_client) == (["shown", "theirs"], client)
     for broken, named in (
         ({"openai_serving_chat": SimpleNamespace(engine_client=client)}, "openai_serving_chat"),
         ({"openai_serving_chat": SimpleNamespace(online_renderer=1, engine_client=object())}, "openai_serving_chat"),

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from blocks import memory_object, quietly
+from blocks import memory_object, objects, quietly
 
 with quietly():
     from lmcache import device_ops
@@ -51,9 +51,9 @@ class Engine(NamedTuple):
     caches: dict[str, torch.Tensor]
     layers: dict[str, Any]
 
-    def connector(self, computed: torch.dtype | None = None, **given: Any) -> EngineWriteConnector:
+    def connector(self, **given: Any) -> EngineWriteConnector:
         connector = EngineWriteConnector()
-        connector.bind(self.caches, self.layers, self.shape, computed=computed, **given)
+        connector.bind(self.caches, self.layers, self.shape, **given)
         return connector
 
     @property
@@ -78,16 +78,6 @@ def _engine(order: str = "NHD", dtype: torch.dtype = torch.bfloat16, heads: int 
 
 def _kv(tokens: int, heads: int = 2, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.randn(2, LAYERS, tokens, heads, SIZE, generator=torch.Generator().manual_seed(1)).to(dtype)
-
-
-def _objects(kv: torch.Tensor, engine: Engine, layout: str) -> tuple[list[Any], list[int], list[int]]:
-    made = []
-    for part in kv.split(CHUNK, dim=2):
-        out = torch.empty(engine.shape.size_bytes, dtype=torch.uint8)
-        tiles.pack(part, out, engine.shape, layout)
-        made.append(memory_object(out))
-    starts = list(range(0, kv.shape[2], CHUNK))
-    return made, starts, [start + CHUNK for start in starts]
 
 
 SLOTS = torch.randperm(384, generator=torch.Generator().manual_seed(2))[: 2 * CHUNK]
@@ -117,54 +107,42 @@ def _cuda(
             rows[0, layer, skip_prefix_n_tokens:] = memory[places]
 
 
-@pytest.mark.parametrize("cached", [0, 1, 16, 63, 64, 100, 127, 128])
+@pytest.mark.parametrize("cached", [0, 1, 63, 64, 100, 128])
 def test_chunks_land_as_the_op_writes_them_and_what_vllm_has_cached_stays(cached):
     ours, theirs = _engine(), _engine()
     connector, kv = ours.connector(), _kv(2 * CHUNK)
-    assert connector.layout == "fused"
     assert torch.equal(ours.memory, theirs.memory), "the probe wrote into the engine's blocks"
-    connector.batched_to_gpu(*_objects(kv, ours, "fused"), slot_mapping=SLOTS, vllm_cached_tokens=cached)
-    theirs.by_op(kv[:, :, cached:], SLOTS[cached:])
-    assert torch.equal(ours.memory, theirs.memory)
+    connector.batched_to_gpu(*objects(kv, ours.shape, connector.layout), slot_mapping=SLOTS, vllm_cached_tokens=cached)
+    assert torch.equal(ours.memory, theirs.by_op(kv[:, :, cached:], SLOTS[cached:]).memory)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize(("heads", "block"), [(1, 16), (2, 128), (8, 32)])
+@pytest.mark.parametrize(
+    ("dtype", "heads", "block"), [(torch.bfloat16, 2, 128), (torch.float16, 8, 32), (torch.float32, 1, 16)]
+)
 def test_what_the_op_wrote_is_saved_and_written_again(dtype, heads, block):
     """A block may be larger than a chunk: rows are moved one by one."""
     engine, kv = _engine(dtype=dtype, heads=heads, block=block), _kv(2 * CHUNK, heads, dtype)
     connector = engine.connector(saves=True)
-    engine.by_op(kv, SLOTS)
-    before = engine.memory.clone()
-    expected, starts, ends = _objects(kv, engine, "fused")
+    before = engine.by_op(kv, SLOTS).memory.clone()
+    expected, starts, ends = objects(kv, engine.shape, "fused")
     saved = [memory_object(torch.zeros(engine.shape.size_bytes, dtype=torch.uint8)) for _ in starts]
     connector.batched_from_gpu(saved, starts, ends, slot_mapping=SLOTS)
     assert all(torch.equal(a.raw_data, b.raw_data) for a, b in zip(saved, expected, strict=True))
     assert torch.equal(engine.memory, before)
-    engine.memory.zero_()
+    engine.by_op(torch.zeros_like(kv), SLOTS)
     connector.batched_to_gpu(saved, starts, ends, slot_mapping=SLOTS)
-    assert torch.equal(engine.memory, _zeroed(before, engine, SLOTS))
+    assert torch.equal(engine.memory, before)
     assert torch.equal(connector.canonical(saved[0]), kv[:, :, :CHUNK])
-
-
-def _zeroed(memory: torch.Tensor, engine: Engine, slots: torch.Tensor) -> torch.Tensor:
-    """Return memory as it is where `slots` are, and 0 elsewhere."""
-    kept = torch.zeros_like(engine.memory)
-    for cache in kept.permute(0, 1, 3, 2, 4):
-        cache[slots // cache.shape[2], :, slots % cache.shape[2]] = 1
-    return memory * kept
 
 
 def test_bytes_for_a_quantised_cache_are_those_of_the_op():
     ours, theirs, kv = _engine(dtype=torch.uint8), _engine(dtype=torch.uint8), _kv(CHUNK)
     connector = ours.connector(computed=torch.bfloat16)
-    assert connector.layout == "fused"
-    plain, raw = torch.empty(kv.nbytes, dtype=torch.uint8), torch.empty(ours.shape.size_bytes, dtype=torch.uint8)
-    tiles.pack(kv, plain, ours.shape._replace(dtype="bfloat16"), "heads")
-    connector.quantiser.quantise(plain, raw, ours.shape)
-    fused = torch.empty_like(raw)
-    tiles.pack(tiles.unpack(raw, ours.shape, "heads"), fused, ours.shape, "fused")
-    connector.to_gpu(memory_object(fused), 0, CHUNK, slot_mapping=SLOTS)
+    (plain,), _, _ = objects(kv, ours.shape._replace(dtype="bfloat16"), "heads")
+    raw = torch.empty(ours.shape.size_bytes, dtype=torch.uint8)
+    connector.quantiser.quantise(plain.raw_data, raw, ours.shape)
+    fused = objects(tiles.unpack(raw, ours.shape, "heads"), ours.shape, connector.layout)
+    connector.batched_to_gpu(*fused, slot_mapping=SLOTS)
     assert torch.equal(ours.memory, theirs.by_op(kv, SLOTS[:CHUNK]).memory)
 
 
@@ -173,19 +151,12 @@ def test_every_order_of_vllms_goes_through_the_cuda_kernel(monkeypatch, order):
     monkeypatch.setattr(device_ops, "multi_layer_kv_transfer", _cuda, raising=False)
     ours, theirs, kv = _engine(order), _engine(order), _kv(2 * CHUNK)
     connector = ours.connector(saves=True)
-    assert connector.layout == "fused"
-    objects = _objects(kv, ours, "fused")
-    connector.batched_to_gpu(*objects, slot_mapping=SLOTS, vllm_cached_tokens=5)
+    chunks = objects(kv, ours.shape, connector.layout)
+    connector.batched_to_gpu(*chunks, slot_mapping=SLOTS, vllm_cached_tokens=5)
     assert torch.equal(ours.memory, theirs.by_op(kv[:, :, 5:], SLOTS[5:]).memory)
     saved = memory_object(torch.zeros(ours.shape.size_bytes, dtype=torch.uint8))
     connector.from_gpu(saved, CHUNK, 2 * CHUNK, slot_mapping=SLOTS)
-    assert torch.equal(saved.raw_data, objects[0][1].raw_data)
-
-
-def _swapped(rows: torch.Tensor, *rest: Any, head_size: int, **given: Any) -> None:
-    turned = rows.unflatten(-1, (-1, 2, head_size)).flip(-2).flatten(-3).contiguous()
-    KERNEL(device_ops, turned, *rest, head_size=head_size, **given)
-    rows.copy_(turned.unflatten(-1, (-1, 2, head_size)).flip(-2).flatten(-3))
+    assert torch.equal(saved.raw_data, chunks[0][1].raw_data)
 
 
 def _moved(change: Callable[[torch.Tensor, dict[str, Any]], torch.Tensor]) -> Callable[..., None]:
@@ -195,23 +166,14 @@ def _moved(change: Callable[[torch.Tensor, dict[str, Any]], torch.Tensor]) -> Ca
     return kernel
 
 
-def _without_skip(slots: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
-    given["skip_prefix_n_tokens"] = 0
-    return slots
-
-
-def _deaf(
-    rows: torch.Tensor, pointers: Any, slots: Any, device: Any, page: int, direction: Any, *rest: Any, **given: Any
-) -> None:
-    if direction == TransferDirection.H2D:
-        KERNEL(device_ops, rows, pointers, slots, device, page, direction, *rest, **given)
+def _deaf(*given: Any, **named: Any) -> None:
+    if TransferDirection.H2D in given:
+        KERNEL(device_ops, *given, **named)
 
 
 WRONG = {
-    "K and V swapped": _swapped,
-    "stride off by a block": _moved(lambda slots, given: slots + given["block_size"]),
     "a token too far": _moved(lambda slots, given: slots.roll(1)),
-    "skips nothing": _moved(_without_skip),
+    "skips nothing": _moved(lambda slots, given: given.update(skip_prefix_n_tokens=0) or slots),
     "layers in another order": lambda rows, pointers, *rest, **given: KERNEL(device_ops, rows, pointers.flip(0), *rest, **given),
     "reads nothing": _deaf,
     "nothing at all": lambda *rest, **given: None,
@@ -242,7 +204,7 @@ def _is_written_by_the_op(engine: Engine, reason: str) -> None:
         engine.connector(saves=True)
     connector, kv = engine.connector(), _kv(CHUNK)
     assert connector.layout == "heads"
-    connector.to_gpu(*(each[0] for each in _objects(kv, engine, "heads")), slot_mapping=SLOTS)
+    connector.batched_to_gpu(*objects(kv, engine.shape, "heads"), slot_mapping=SLOTS)
     slots = SLOTS[:CHUNK]
     found = torch.stack([cache[slots // BLOCK, :, slots % BLOCK] for cache in engine.caches.values()])
     assert torch.equal(found, torch.cat(kv.unbind(0), dim=-1))

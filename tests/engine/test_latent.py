@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +12,6 @@ import torch
 from blocks import quietly, vllm_config
 from families import FAMILIES, make_model, write
 from making import make_fingerprint
-from safetensors import safe_open
 
 from lmcache_cartridge.artifact import reading
 from lmcache_cartridge.artifact.hf_config import config_fields, of_config
@@ -28,9 +26,6 @@ with quietly():
     from lmcache_cartridge.engine.latent import check_latents
 
 
-IDS, MORE = list(range(5, 105)), list(range(250, 330))
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return CausalModel(str(make_model(tmp_path_factory.mktemp("latent") / "model", FAMILIES["deepseek-v3"]())))
@@ -42,15 +37,8 @@ def test_a_document_is_built_as_one_plane_of_latent_vectors_and_rotary_keys(mode
     manifest = build(model, document, tmp_path / "doc", cartridge_id="doc", version=1, chunk_tokens=32)
     assert (manifest.fingerprint.kv_heads, manifest.fingerprint.head_size, manifest.fingerprint.latent) == (1, 576, 512)
     assert list(reading.verify(tmp_path / "doc"))[-1] == (manifest.chunks, manifest.chunks)
-    with safe_open(tmp_path / "doc" / "payload.safetensors", framework="pt") as file:
-        assert file.get_slice("chunk.00000").get_shape() == [1, 1, 3, 32, 576]
     assert manifest.data_bytes == manifest.positions * 3 * 576 * 4
-    assert manifest.canary is not None
     assert manifest.canary.sensitivity > 1, "KV in a wrong order would not be noticed"
-
-
-def test_manifests_of_keys_and_values_say_nothing_of_latent_vectors():
-    assert "latent" not in json.loads(msgspec.json.encode(make_fingerprint()))
 
 
 @pytest.mark.parametrize(
@@ -58,7 +46,7 @@ def test_manifests_of_keys_and_values_say_nothing_of_latent_vectors():
     [(576, 1, "a latent vector of 576 in 1 heads of 576 elements"), (512, 2, "512 in 2 heads")],
 )
 def test_a_manifest_that_contradicts_itself_is_refused(model, tmp_path, latent, heads, reason):
-    manifest = write(model, tmp_path / "doc", IDS[:8]).manifest
+    manifest = write(model, tmp_path / "doc", list(range(5, 13))).manifest
     shape = msgspec.structs.replace(manifest.fingerprint, latent=latent, kv_heads=heads)
     wrong = msgspec.structs.replace(manifest, fingerprint=shape)
     with pytest.raises(ManifestError, match=reason):
@@ -77,9 +65,7 @@ def test_what_is_made_for_keys_and_values_is_refused(model, tmp_path):
 
 def test_latent_attention_that_nobody_compared_is_refused_by_its_config():
     config = config_fields(FAMILIES["deepseek-v3"]())
-    for change, reason in (
-        ({"model_type": "minicpm3"}, "as in minicpm3, which was never compared"), ({"rope_interleave": False}, "interleaved"),
-    ):  # fmt: skip
+    for change, reason in (({"model_type": "minicpm3"}, "minicpm3"), ({"rope_interleave": False}, "interleaved")):
         with pytest.raises(UnsupportedModel, match=reason):
             of_config(config | change, dtype="float32")
 
@@ -101,16 +87,16 @@ class _Layer:
         self.impl = SimpleNamespace(kv_lora_rank=LATENT, do_kv_cache_update=update)
 
 
-def _nothing(kv_lora_rank: int | None = None) -> Any:
-    impl = SimpleNamespace(do_kv_cache_update=print, **{"kv_lora_rank": kv_lora_rank} if kv_lora_rank else {})
-    return SimpleNamespace(impl=impl)
+def _nothing(**given: int) -> Any:
+    return SimpleNamespace(impl=SimpleNamespace(do_kv_cache_update=print, **given))
 
 
 @pytest.mark.parametrize(
     ("layers", "given", "reason"),
     [
         ([_Layer(), _Layer()], {}, None), ([_Layer(), _Layer((1, 0))], {}, "layers.1.attn writes something else .* than rows"),
-        ([_nothing()] * 2, {}, "no op to write latent vectors"), ([_nothing(LATENT)] * 2, {}, "cannot write to its KV cache"),
+        ([_nothing()] * 2, {}, "no op to write latent vectors"),
+        ([_nothing(kv_lora_rank=LATENT)] * 2, {}, "cannot write to its KV cache"),
         ([_Layer()] * 2, {"dtype": "bfloat16"}, "not bfloat16 rows of 10; remove --kv-cache-dtype"),
         ([_Layer()] * 2, {"head_size": SIZE - 1}, "not float32 rows of 9; remove --kv-cache-dtype"),
     ],
@@ -123,8 +109,8 @@ def test_in_multiprocess_mode_each_layer_is_seen_to_write_rows_at_start(layers, 
 
 
 def test_lmcache_inside_vllm_is_refused_with_the_mode_that_serves_them(tmp_path):
-    beside = {"kv_connector_extra_config": {CONTROL: "/nowhere"}}
-    directory = make_model(tmp_path / "model", FAMILIES["deepseek-v3"]())
+    config = vllm_config(make_model(tmp_path / "model", FAMILIES["deepseek-v3"]()), block_size=16)
     with pytest.raises(UnsupportedEngine, match="multi-head latent attention: .*--mode multiprocess"):
-        check_vllm(vllm_config(directory, block_size=16))
-    check_vllm(vllm_config(directory, beside, block_size=16))
+        check_vllm(config)
+    config.kv_transfer_config.kv_connector_extra_config = {CONTROL: "/nowhere"}
+    check_vllm(config)

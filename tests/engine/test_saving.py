@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
@@ -26,8 +27,10 @@ from inprocess import (
     prepare,
 )
 from making import heads_bytes
+from torch import distributed
 from vllm import SamplingParams
 from vllm.config import VllmConfig
+from vllm.distributed import parallel_state
 from vllm.lora.request import LoRARequest
 from vllm.v1.request import Request
 from waiting import until
@@ -39,10 +42,8 @@ from lmcache_cartridge.engine.host_inprocess import InProcess, over_ranks
 from lmcache_cartridge.engine.saving import Lost, keep_apart, tenant
 from lmcache_cartridge.settings import from_mapping
 
-KINDS = ("prefill", "trained")
 P = 4 * CHUNK
-"""Positions of each cartridge."""
-FORMS = {kind: {"positions": P, "kind": kind} for kind in KINDS}
+"""Positions of the cartridge."""
 BEHIND = 3 * CHUNK
 """Tokens of what follows it that make up whole chunks."""
 SAVING = {"local_cpu": True, "max_local_cpu_size": 0.01}
@@ -57,7 +58,7 @@ class Saving(NamedTuple):
 
     engine: LMCacheEngine
     blocks: Blocks
-    cartridges: dict[str, Cartridge]
+    cartridge: Cartridge
 
     @property
     def hot(self) -> dict[Any, Any]:
@@ -71,9 +72,9 @@ class Saving(NamedTuple):
         """Return blocks in an order of no pattern, for each whole chunk of a prompt."""
         return self.blocks.whole(len(ids) // CHUNK * CHUNK, seed)
 
-    def compute(self, slots: torch.Tensor, seed: int = 1) -> torch.Tensor:
+    def compute(self, slots: torch.Tensor) -> torch.Tensor:
         """Have the engine's op write KV of noise to slots, and return it."""
-        kv = self.blocks.noise(len(slots), seed)
+        kv = self.blocks.noise(len(slots))
         self.blocks.write(kv, slots)
         return kv
 
@@ -106,142 +107,65 @@ def config():
 
 
 @pytest.fixture
-def cartridges(tmp_path):
-    return prepare(tmp_path, FORMS, BEHIND + 20)
+def cartridge(tmp_path):
+    return prepare(tmp_path, {"it": {"positions": P, "kind": "trained"}}, BEHIND + 20)["it"]
 
 
 @contextmanager
-def _saving(
-    home: Path,
-    cartridges: dict[str, Cartridge],
-    config: VllmConfig,
-    *,
-    block: int = 32,
-    **options: Any,
-) -> Iterator[Saving]:
-    blocks = Blocks(config, 2048 // block)
-    connector = blocks.connector(CHUNK, saves=True)
-    settings = from_mapping(
-        {
-            "home": home,
-            "cpu_bytes": 8 * blocks.shape(CHUNK).size_bytes,
-            "lookup_timeout_s": 20,
-            "reload_s": 0,
-            "plain_prompts": "all",
-        }
-    )
-    config_ = lmcache_config(settings, **SAVING | options)
+def _saving(home: Path, cartridge: Cartridge, config: VllmConfig, **options: Any) -> Iterator[Saving]:
+    blocks = Blocks(config, 1024 // config.cache_config.block_size)
+    connector, budget = blocks.connector(CHUNK, saves=True), 8 * blocks.shape(CHUNK).size_bytes
+    given = {"home": home, "cpu_bytes": budget, "lookup_timeout_s": 20, "reload_s": 0, "plain_prompts": "all"}
+    config_ = lmcache_config(from_mapping(given), **SAVING | options)
     with lmcache_engine(config_, config, connector, leaves_threads="local_cpu" in options) as engine:
         manager = SimpleNamespace(lmcache_engine=engine, _init_failed_reason="")
-        lmcache = InProcess(
-            SimpleNamespace(_lmcache_engine=SimpleNamespace(_manager=manager, load_specs={}, _lmcache_chunk_size=CHUNK))
-        )
+        adapter = SimpleNamespace(_manager=manager, load_specs={}, _lmcache_chunk_size=CHUNK)
+        lmcache = InProcess(SimpleNamespace(_lmcache_engine=adapter))
         lmcache.name_layout(connector.layout)
         lmcache.ask_first(CartridgeBackend)
-        saving = Saving(engine, blocks, cartridges)
-        yield saving
+        yield Saving(engine, blocks, cartridge)
         assert plugin(engine).store.cpu.stats().lent == 0, "LMCache was left with cartridge memory"
 
 
 @pytest.fixture
-def saving(tmp_path, cartridges, config):
-    with _saving(tmp_path, cartridges, config) as saving:
+def saving(tmp_path, cartridge, config):
+    with _saving(tmp_path, cartridge, config) as saving:
         yield saving
 
 
-@pytest.mark.parametrize("encoding", ["plain", "int8"])
-@pytest.mark.parametrize("stored", [CHUNK, 96], ids=lambda tokens: f"stored in {tokens}")
-@pytest.mark.parametrize("block", [32, 64])
-def test_what_is_computed_after_a_cartridge_is_saved_and_read_back_behind_it(tmp_path, block, stored, encoding):
-    """Blocks that are copied and blocks that the op has to write and read, one chunk in two of them."""
-    config = vllm_config(block_size=block, transfer={"kv_role": "kv_both"})
-    cartridges = prepare(tmp_path, FORMS, BEHIND + 20, chunk_tokens=stored, encoding=encoding)
-    with _saving(tmp_path, cartridges, config, block=block) as saving:
-        for ids, configs, made in ((c.prompt, c.configs, c.made) for c in cartridges.values()):
-            slots, alone = saving.slots(ids), saving.loaded(ids, configs)
-            assert alone.shape[2] == P
-            assert (encoding == "plain") == torch.equal(alone, made.kv)
-            kv = saving.compute(slots)
-            saving.save(ids, slots, P, configs)
-            assert [key in saving.hot for key in saving.keys(ids[: P + BEHIND], configs)] == [False] * 4 + [True] * 3
-            assert torch.equal(saving.loaded(ids, configs), torch.cat([alone, kv[:, :, P:]], dim=2))
-            assert nothing_is_owed(plugin(saving.engine).store)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_lmcaches_cpu_cache_never_adopts_cartridge_memory(saving, kind):
-    cartridge, store = saving.cartridges[kind], plugin(saving.engine).store
-    manager = saving.engine.storage_manager
-    assert saving.loaded(cartridge.prompt[:P], cartridge.configs).shape[2] == P
-    keys = saving.keys(cartridge.prompt[:P], cartridge.configs)
+def test_lmcaches_cpu_cache_has_what_is_computed_and_never_adopts_cartridge_memory(saving):
+    cartridge, store = saving.cartridge, plugin(saving.engine).store
+    ids, configs = cartridge.prompt, cartridge.configs
+    slots = saving.slots(ids)
+    alone, computed = saving.loaded(ids, configs), saving.compute(slots)
+    assert torch.equal(alone, cartridge.made.kv)
+    saving.save(ids, slots, P, configs)
+    keys = saving.keys(ids[: P + BEHIND], configs)
     for key in keys:
-        manager.get(key).ref_count_down()
-    assert not saving.hot and nothing_is_owed(store)
+        saving.engine.storage_manager.get(key).ref_count_down()
+    assert [key in saving.hot for key in keys] == [False] * 4 + [True] * 3
+    assert torch.equal(saving.loaded(ids, configs), torch.cat([alone, computed[:, :, P:]], dim=2))
+    assert nothing_is_owed(store)
     store.evict(cartridge.made.manifest.digest)
     assert store.cpu.stats().resident_bytes == 0, "its memory is free"
-    assert not any(map(manager.local_cpu_backend.contains, keys)), "LMCache would answer for what may be removed"
-
-
-def test_one_tenants_prompt_is_no_hit_for_another_and_cartridges_are_for_all(saving):
-    plain = _ids(5 * CHUNK, 9)
-    tenants = [{}, {TENANT: "a"}, {TENANT: "b"}]
-    for which, own in enumerate(tenants):
-        slots = saving.slots(plain)
-        kv = saving.compute(slots, seed=which)
-        assert saving.hits(plain, own) == 0
-        saving.save(plain, slots, 0, own)
-        assert torch.equal(saving.loaded(plain, own), kv)
-        for kind, cartridge in saving.cartridges.items():
-            configs = own | cartridge.configs
-            assert saving.hits(cartridge.prompt, configs) == P, (kind, own)
-            saving.save(cartridge.prompt, saving.slots(cartridge.prompt), P, configs)
-            assert saving.hits(cartridge.prompt, configs) == P + BEHIND
-    assert len(saving.hot) == len(tenants) * (5 + 2 * 3)
-    for own in tenants:
-        assert saving.hits(saving.cartridges["prefill"].prompt, {"lmcache.tag.apart": "x"} | own) == 0
 
 
 def test_an_adapter_that_was_loaded_in_place_finds_nothing_but_within_one_request():
     replaced = LoRARequest("one", 1, "/one", load_inplace=True)
-    request, other = _request(adapter=replaced), _request(adapter=replaced)
-    for each in (request, other, request):
-        keep_apart(each)
-    first = request.kv_transfer_params[ADAPTER]
-    keep_apart(request)
-    assert request.kv_transfer_params[ADAPTER] == first != other.kv_transfer_params[ADAPTER]
-    forged = _request(params={ADAPTER: first}, adapter=LoRARequest("one", 1, "/one"))
-    keep_apart(forged)
-    assert forged.kv_transfer_params[ADAPTER] != first
-    base = _request(params={ADAPTER: first})
-    keep_apart(base)
-    assert ADAPTER not in base.kv_transfer_params
 
+    def apart(request: Request) -> str | None:
+        keep_apart(request)
+        return request.kv_transfer_params.get(ADAPTER)
 
-def test_both_budgets_hold_and_neither_side_evicts_the_other(saving):
-    """LMCache's pool is filled several times over while both cartridges are served, in memory for one and a half."""
-    store, manager = plugin(saving.engine).store, saving.engine.storage_manager
-    pool = manager.local_cpu_backend.memory_allocator
-    size = store.shape.size_bytes
-    room = int(0.01 * 2**30) // size
-    for turn in range(room):
-        ids = _ids(4 * CHUNK, 100 + turn)
-        slots = saving.slots(ids)
-        kv = saving.compute(slots, seed=turn)
-        saving.save(ids, slots, 0)
-        assert torch.equal(saving.loaded(ids), kv)
-        cartridge = saving.cartridges[KINDS[turn % 2]]
-        assert torch.equal(saving.loaded(cartridge.prompt[:P], cartridge.configs), cartridge.made.kv)
-        assert len(saving.hot) * size <= 0.01 * 2**30
-        stats = store.cpu.stats()
-        assert stats.resident_bytes <= stats.budget_bytes == 8 * size
-    assert room // 2 < len(saving.hot) < 4 * room, "the pool was never full"
-    assert nothing_is_owed(store)
-    manager.clear(["LocalCPUBackend"])
-    assert pool.memcheck()
+    request = _request(adapter=replaced)
+    first = apart(request)
+    assert apart(request) == first != apart(_request(adapter=replaced))
+    assert apart(_request(params={ADAPTER: first}, adapter=LoRARequest("one", 1, "/one"))) != first
+    assert apart(_request(params={ADAPTER: first})) is None
 
 
 @pytest.mark.parametrize("place", ["disk", "remote"])
-def test_other_places_of_lmcaches_keep_what_is_computed_and_nothing_of_a_cartridge(tmp_path, cartridges, config, place):
+def test_other_places_of_lmcaches_keep_what_is_computed_and_nothing_of_a_cartridge(tmp_path, cartridge, config, place):
     """A file system as a remote place is read by the next server too, if it packs its blocks alike; LMCache 0.5.6 forgets
     what it has on its local disk."""
     where = tmp_path / "elsewhere"
@@ -249,8 +173,8 @@ def test_other_places_of_lmcaches_keep_what_is_computed_and_nothing_of_a_cartrid
     options: dict[str, Any] = {"local_cpu": False, "local_disk": str(where), "max_local_disk_size": 1.0}
     if place == "remote":
         options = {"local_cpu": False, "remote_url": f"fs://localhost:0/{where}", "remote_serde": "naive"}
-    ids, configs, kv = cartridges["trained"].prompt, cartridges["trained"].configs, cartridges["trained"].made.kv
-    with _saving(tmp_path, cartridges, config, **options) as saving:
+    ids, configs, kv = cartridge.prompt, cartridge.configs, cartridge.made.kv
+    with _saving(tmp_path, cartridge, config, **options) as saving:
         slots = saving.slots(ids)
         saving.loaded(ids[:P], configs)
         computed = saving.compute(slots)
@@ -259,12 +183,12 @@ def test_other_places_of_lmcaches_keep_what_is_computed_and_nothing_of_a_cartrid
         assert torch.equal(saving.loaded(ids, configs), torch.cat([kv, computed[:, :, P:]], dim=2))
         until(lambda: nothing_is_owed(plugin(saving.engine).store))
     assert len(list(where.rglob("*"))) == BEHIND // CHUNK
-    with _saving(tmp_path, cartridges, config, **options) as saving:
+    with _saving(tmp_path, cartridge, config, **options) as saving:
         again = saving.loaded(ids, configs)
         assert again.shape[2] == (P + BEHIND if place == "remote" else P)
         assert torch.equal(again[:, :, P:], computed[:, :, P : again.shape[2]])
     other = vllm_config(block_size=64, transfer={"kv_role": "kv_both"})
-    with _saving(tmp_path, cartridges, other, block=64, **options) as saving:
+    with _saving(tmp_path, cartridge, other, **options) as saving:
         assert saving.hits(ids, configs) == P, "blocks of another size are no KV for these"
 
 
@@ -287,31 +211,26 @@ def test_what_was_computed_for_a_name_is_handed_out_under_it_once(saving):
 
 
 def _request(
-    salt: str | None = None,
-    params: dict[str, Any] | None = None,
-    extra: dict[str, Any] | None = None,
-    adapter: LoRARequest | None = None,
+    salt: str | None = None, params: dict[str, Any] | None = None, adapter: LoRARequest | None = None
 ) -> Request:
-    sampling = SamplingParams(
-        max_tokens=1, extra_args=(extra or {}) | ({} if params is None else {"kv_transfer_params": params})
-    )
+    extra = {} if params is None else {"kv_transfer_params": params}
+    sampling = SamplingParams(max_tokens=1, extra_args=extra)
     return Request("id", [1, 2, 3], sampling, None, cache_salt=salt, lora_request=adapter)
 
 
-def _tenant(*args: Any) -> str | None:
-    request = _request(*args)
+def _tenant(salt: str | None, params: dict[str, Any]) -> str | None:
+    request = _request(salt, params)
     keep_apart(request)
     keep_apart(request)
-    assert request.kv_transfer_params == (request.sampling_params.extra_args or {}).get("kv_transfer_params")
-    return (request.kv_transfer_params or {}).get(TENANT)
+    assert request.kv_transfer_params == request.sampling_params.extra_args["kv_transfer_params"]
+    return request.kv_transfer_params.get(TENANT)
 
 
 def test_a_tenant_is_the_clients_own_salt():
-    a, b = _tenant("a"), _tenant("b")
-    assert a and b and len({a, b, "a"}) == 3
-    assert _tenant() is _tenant(None, {}) is None
+    a, b = _tenant("a", {}), _tenant("b", {})
+    assert len({a, b, "a", None}) == 4
     for salt, params, expected in (
-        ("a", {"lmcache.tag.own": "x"}, a), ("a", {TENANT: b}, a), (None, {TENANT: b}, None),
+        (None, {}, None), ("a", {"lmcache.tag.own": "x"}, a), ("a", {TENANT: b}, a), (None, {TENANT: b}, None),
         ("made by the server", {TAG: "x", GRANT: {"must_inject": 0, "salt": "a"}}, a),
         ("made by the server", {TAG: "x", GRANT: {"must_inject": 0, "salt": None}}, None),
         ("a", {TAG: "x", GRANT: {"must_inject": 0}}, a),
@@ -323,15 +242,16 @@ def test_a_tenant_is_the_clients_own_salt():
     keep_apart(one)
     keep_apart(two)
     assert one.kv_transfer_params[TENANT] != two.kv_transfer_params[TENANT], "they share parameters and no tenant"
-    assert params == {"lmcache.tag.own": "x"} and sampling.extra_args["kv_transfer_params"] is params
+    assert params == {"lmcache.tag.own": "x"}
     assert list(one.kv_transfer_params) == ["lmcache.tag.own", TENANT], "LMCache's keys have tags in their order"
     assert one.sampling_params.extra_args["other"] == 1
 
 
 def _step(name: str, blocks: list[int], *, loads: bool = False) -> Any:
-    slots = torch.cat([torch.arange(block * 4, block * 4 + 4) for block in blocks])
-    specs = {"load_spec": SimpleNamespace(can_load=loads), "save_spec": SimpleNamespace(can_save=True)}
-    return SimpleNamespace(req_id=name, slot_mapping=slots, **specs)
+    slots, load = torch.tensor(blocks)[:, None] * 4 + torch.arange(4), SimpleNamespace(can_load=loads)
+    return SimpleNamespace(
+        req_id=name, slot_mapping=slots.flatten(), load_spec=load, save_spec=SimpleNamespace(can_save=True)
+    )
 
 
 def _saved(lost: Lost, steps: list[Any], failed: set[int]) -> list[str]:
@@ -365,27 +285,18 @@ def test_what_one_rank_could_not_load_no_rank_saves():
     assert asked == [set()]
 
 
-def _union(rank: int, place: str, mine: list[set[int]], found: Any) -> None:
-    from types import SimpleNamespace
-
-    from torch import distributed
-    from vllm.distributed import parallel_state
-
+def _union(rank: int, place: str) -> list[set[int]]:
     distributed.init_process_group("gloo", init_method=f"file://{place}", rank=rank, world_size=2)
     group = SimpleNamespace(world_size=2, cpu_group=distributed.group.WORLD)
     parallel_state.get_tp_group = lambda: group
-    found.put((rank, [over_ranks(blocks) for blocks in mine]))
+    mine = [set(), {1, 2}, set()], [set(), {2, 3}, {9}]
+    found = [over_ranks(blocks) for blocks in mine[rank]]
     distributed.destroy_process_group()
+    return found
 
 
 def test_ranks_tell_each_other_what_they_could_not_load(tmp_path):
-    context = get_context("spawn")
-    found: Any = context.Queue()
-    mine = {0: [set(), {1, 2}, set()], 1: [set(), {2, 3}, {9}]}
-    ranks = [context.Process(target=_union, args=(r, str(tmp_path / "meet"), mine[r], found)) for r in mine]
-    for rank in ranks:
-        rank.start()
-    seen = dict(found.get(timeout=240) for _ in ranks)
-    for rank in ranks:
-        rank.join()
-    assert seen == dict.fromkeys(mine, [set(), {1, 2, 3}, {9}])
+    with ProcessPoolExecutor(2, get_context("fork")) as pool:
+        assert (
+            list(pool.map(_union, range(2), [str(tmp_path / "meet")] * 2, timeout=240)) == [[set(), {1, 2, 3}, {9}]] * 2
+        )

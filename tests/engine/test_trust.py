@@ -18,11 +18,10 @@ TRUSTED = {"reload_s": 0, "plain_prompts": "trusted"}
 class Twins:
     """Two cartridges of the same tokens, `bad` registered last, so that it would lead, and both in memory."""
 
-    def __init__(self, home: Home, settings: dict[str, object] = TRUSTED, shared: int = 64) -> None:
-        self.home = home
+    def __init__(self, home: Home, shared: int = 64) -> None:
         self.good = home.make("good", positions=64, seed=1, token_ids=IDS)
         self.bad = home.make("zbad", positions=64, seed=2, token_ids=IDS[:shared] + make_ids(64 - shared, 8))
-        self.store = home.open(settings=settings)
+        self.store = home.open(settings=TRUSTED)
         self.prompt = prompt_for(home, self.good, "good")
         for name, made in (("good", self.good), ("zbad", self.bad)):
             prompt, digest = prompt_for(home, made, name), made.manifest.digest
@@ -51,77 +50,62 @@ class Twins:
         """Return whose chunks are lent one by one."""
         return [self.whose(lent(self.store, self.prompt.hashes[chunk]), chunk) for chunk in range(4)]
 
+    def hold(self) -> None:
+        """Look all chunks up, which leases them."""
+        assert self.store.lookup(self.prompt.hashes) == 4
 
-@pytest.mark.parametrize("bad", [False, None], ids=["failed", "never asked"])
-@pytest.mark.parametrize("shared", [64, CHUNK], ids=["all", "the first chunk"])
-@pytest.mark.parametrize("good", [True, None], ids=["trusted", "untrusted"])
-def test_what_is_not_trusted_is_never_lent_in_the_place_of_a_twin(home, bad, shared, good):
+    def let_go(self) -> None:
+        assert all(self.store.release(chunk_hash) for chunk_hash in self.prompt.hashes[:4])
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "shared"), [(True, False, 64), (True, None, CHUNK), (None, None, 64), (None, False, CHUNK)]
+)
+def test_what_is_not_trusted_is_never_lent_in_the_place_of_a_twin(home, good, bad, shared):
     twins = Twins(home, shared=shared).told(good, bad)
     assert twins.store.lookup(twins.prompt.hashes) == twins.store.resident(twins.prompt.hashes) == (4 if good else 0)
     assert (twins.run(), twins.each()) == ((["good"] * 4, ["good"] * 4) if good else ([], ["nobody"] * 4))
 
 
 def test_what_is_not_trusted_is_lent_to_those_that_name_it(home):
+    """And a lease of who named it is no promise to a plain prompt, which ends none of them."""
     twins = Twins(home).told(True, None)
-    digest = twins.bad.manifest.digest
+    digest, first = twins.bad.manifest.digest, twins.prompt.hashes[0]
     assert twins.store.lookup(twins.prompt.hashes, digest) == 4
-    assert twins.whose(lent(twins.store, twins.prompt.hashes[0], digest), 0) == "bad"
-    what = "a lease of who named the other one is no promise to a plain prompt"
-    assert (twins.run(), twins.each()) == (["good"] * 4, ["good"] * 4), what
+    assert twins.whose(lent(twins.store, first, digest), 0) == "bad"
+    assert (twins.run(), twins.each()) == (["good"] * 4, ["good"] * 4)
+    assert not twins.store.release(first)
+    assert twins.store.release(first, digest)
 
 
 def test_it_is_known_whose_chunks_have_answered_a_prompt(home):
     twins = Twins(home).told(True, None)
     trust, engine = twins.store.trust, twins.store.engine
     assert trust.answers(engine, list(IDS)) == [], "it may answer, and has not"
-    assert twins.store.lookup(twins.prompt.hashes) == 4
+    twins.hold()
     assert twins.run() == ["good"] * 4
     assert trust.answers(engine, [*IDS, 5]) == [("good@1", 64)]
     assert trust.answers(engine, list(IDS[: 2 * CHUNK - 1])) == [("good@1", CHUNK)]
     assert trust.answers(engine, [5, *IDS]) == []
-    assert all(twins.store.release(chunk_hash) for chunk_hash in twins.prompt.hashes[:4])
+    twins.let_go()
     assert twins.told(None, True).run() == ["bad"] * 4
     assert trust.answers(engine, list(IDS)) == [("zbad@1", 64)], "the leader"
     twins.told(False, False)
     assert trust.answers(engine, list(IDS)) == [], "what was withdrawn is never found again"
 
 
-def test_a_quarantined_twin_does_not_lead(home):
-    twins = Twins(home).told(True, True)
-    assert twins.store.lookup(twins.prompt.hashes) == 4
-    assert twins.run() == ["bad"] * 4, "the newest of those that are trusted leads"
-    assert all(twins.store.release(chunk_hash) for chunk_hash in twins.prompt.hashes[:4])
-    Quarantine(home.path / "quarantine").put(twins.bad.manifest.digest, "by hand")
-    twins.store.refresh()
-    assert twins.store.lookup(twins.prompt.hashes) == 4
-    assert (twins.run(), twins.each()) == (["good"] * 4, ["good"] * 4)
-
-
-def test_what_a_lookup_leased_is_lent_though_another_leads_since(home):
+def test_what_a_lookup_leased_is_lent_though_another_leads_since_unless_that_is_quarantined(home):
     twins = Twins(home).told(True, None)
-    assert twins.store.lookup(twins.prompt.hashes) == 4
+    twins.hold()
     twins.told(None, True)
     assert (twins.run(), twins.each()) == (["good"] * 4, ["good"] * 4)
-    assert all(twins.store.release(chunk_hash) for chunk_hash in twins.prompt.hashes[:4])
+    twins.let_go()
     assert not twins.store.release(twins.prompt.hashes[0]), "a lease is left"
-    assert twins.run() == ["bad"] * 4, "without a lease the leader"
-
-
-def test_releasing_for_a_plain_prompt_ends_no_lease_of_who_named_it(home):
-    twins = Twins(home).told(True, True)
-    digest = twins.bad.manifest.digest
-    assert twins.store.lookup(twins.prompt.hashes, digest) == 4
-    assert not twins.store.release(twins.prompt.hashes[0])
-    assert twins.store.release(twins.prompt.hashes[0], digest)
-
-
-def test_a_copy_with_another_canary_takes_no_trust_away(home):
-    twins = Twins(home).told(True, None)
-    digest = twins.good.manifest.digest
-    twins.store.tried(digest, "another", False)
-    assert twins.store.lookup(twins.prompt.hashes) == 4
-    twins.store.tried(digest, "canary", False)
-    assert twins.store.lookup(twins.prompt.hashes) == 0
+    assert twins.run() == ["bad"] * 4, "without a lease the newest of those that are trusted"
+    Quarantine(home.path / "quarantine").put(twins.bad.manifest.digest, "by hand")
+    twins.store.refresh()
+    twins.hold()
+    assert (twins.run(), twins.each()) == (["good"] * 4, ["good"] * 4)
 
 
 def _alone(home: Home, **settings: object) -> tuple[CartridgeStore, Made, Prompt]:
@@ -138,21 +122,20 @@ def test_one_that_was_not_tried_is_loaded_and_told_once(home):
 
 
 @pytest.mark.parametrize(
-    ("plain_prompts", "passed", "found"),
-    [("all", None, 4), ("all", False, 0), ("all", True, 4), ("none", None, 0), ("none", True, 0), ("trusted", True, 4)],
-)
-def test_the_setting_says_whom_plain_prompts_may_get(home, plain_prompts, passed, found):
-    store, made, prompt = _alone(home, plain_prompts=plain_prompts)
+    ("settings", "passed", "found"),
+    [
+        ({"plain_prompts": "all"}, None, 4), ({"plain_prompts": "all"}, False, 0), ({"plain_prompts": "none"}, None, 0),
+        ({"plain_prompts": "none"}, True, 0), ({}, True, 4), ({"canary": False}, None, 0),
+    ],
+)  # fmt: skip
+def test_the_setting_says_whom_plain_prompts_may_get(home, settings, passed, found):
+    """And nothing is loaded for what they may not get: nobody will try it."""
+    store, made, prompt = _alone(home, **settings)
     if passed is not None:
         store.tried(made.manifest.digest, "canary", passed)
     assert (store.lookup(prompt.hashes), store.untried()) == (found, [])
+    assert found or store.cpu.stats().misses == 0
     assert store.lookup(prompt.hashes, made.manifest.digest) == 4, "who names it gets it all the same"
-
-
-def test_where_nobody_tries_the_engine_nothing_is_loaded_for_plain_prompts(home):
-    store, _, prompt = _alone(home, canary=False)
-    assert (store.lookup(prompt.hashes), store.untried()) == (0, [])
-    assert store.cpu.stats().misses == 0, "it was asked for"
 
 
 def _stamp(home: Home) -> int | None:
@@ -169,24 +152,22 @@ def _answer(store: CartridgeStore, made: Made, prompt: Prompt) -> None:
 @pytest.mark.parametrize("why", ["removed", "removed but for a client's", "canary", "quarantine"])
 def test_what_answered_plain_prompts_and_is_taken_back_is_a_withdrawal(home, why):
     store, made, prompt = _alone(home)
+    ids, digest = load_token_ids(made.manifest, home.root()).tolist(), made.manifest.digest
     if why == "removed but for a client's":
-        ids, place = load_token_ids(made.manifest, home.root()).tolist(), home.path / "contexts" / "key" / "1"
-        assert (
-            make_artifact(place, cartridge_id="a", positions=64, token_ids=ids).manifest.digest == made.manifest.digest
-        )
+        place = home.path / "contexts" / "key" / "1"
+        assert make_artifact(place, cartridge_id="a", positions=64, token_ids=ids).manifest.digest == digest
         home.registry.register(place)
         store.refresh()
     _answer(store, made, prompt)
-    assert store.trust.answers(store.engine, list(load_token_ids(made.manifest, home.root()))) == [("doc@1", 64)]
+    assert store.trust.answers(store.engine, ids) == [("doc@1", 64)]
     store.refresh()
     assert _stamp(home) == 0, "nothing was withdrawn: routers' block hashes stay as they are"
-    match why:
-        case "removed" | "removed but for a client's":
-            home.registry.remove("doc")
-        case "canary":
-            store.tried(made.manifest.digest, "canary", False)
-        case "quarantine":
-            Quarantine(home.path / "quarantine").put(made.manifest.digest, "by hand")
+    if why == "canary":
+        store.tried(digest, "canary", False)
+    elif why == "quarantine":
+        Quarantine(home.path / "quarantine").put(digest, "by hand")
+    else:
+        home.registry.remove("doc")
     store.refresh()
     assert (store.lookup(prompt.hashes), _stamp(home) > 0) == (0, True)
     first = _stamp(home)
@@ -225,12 +206,11 @@ def test_a_withdrawal_outlives_the_process_and_is_seen_by_the_next(home, down):
     home.registry.remove("doc")
     if not down:
         store.refresh()
-    stamp = _stamp(home)
+    assert (_stamp(home) > 0) is not down
     home.open(settings=TRUSTED)
-    assert (stamp > 0, _stamp(home) > 0) == (not down, True)
     last = _stamp(home)
     home.open(settings=TRUSTED)
-    assert _stamp(home) == last
+    assert _stamp(home) == last > 0
 
 
 def test_every_process_that_had_it_answer_withdraws_it(home):

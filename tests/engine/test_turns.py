@@ -2,36 +2,33 @@
 
 from __future__ import annotations
 
+import pytest
+
 from lmcache_cartridge.engine.turns import Turns
 
 
-def test_the_first_asks_alone_and_the_others_once_it_was_answered():
-    turns = Turns()
+@pytest.fixture
+def turns():
+    return Turns()
+
+
+def test_the_first_asks_alone_and_the_others_once_it_was_answered(turns):
     assert [turns.may_ask(name, "key", "prefix") for name in "abca"] == [True, False, False, True]
     assert turns.may_ask("z", "another key", "another prefix")
     turns.answered("a", found=True)
     assert [turns.may_ask(name, "key", "prefix") for name in "bcd"] == [True] * 3
+    turns.answered("b", found=False)
+    assert [turns.may_ask(name, "key", "prefix") for name in "cd"] == [True, False], "the copy is gone"
 
 
-def test_of_several_keys_of_one_prefix_each_waits_until_the_one_before_was_answered():
-    turns = Turns()
+def test_of_several_keys_of_one_prefix_each_waits_until_the_one_before_was_answered(turns):
     assert [turns.may_ask(name, name, "prefix") for name in "ab"] == [True, False]
     turns.answered("a", found=True)
     assert [turns.may_ask(name, name, "prefix") for name in "bc"] == [True, False]
     assert turns.may_ask("a again", "a", "prefix"), "its copy is there, whoever asks for another"
 
 
-def test_what_was_not_found_is_asked_for_by_one_at_a_time_again():
-    turns = Turns()
-    assert turns.may_ask("a", "key", "prefix")
-    turns.answered("a", found=True)
-    assert turns.may_ask("b", "key", "prefix")
-    turns.answered("b", found=False)
-    assert [turns.may_ask(name, "key", "prefix") for name in "cd"] == [True, False]
-
-
-def test_a_request_that_ends_before_it_was_answered_keeps_nobody_waiting():
-    turns = Turns()
+def test_a_request_that_ends_before_it_was_answered_keeps_nobody_waiting(turns):
     assert [turns.may_ask(name, "key", "prefix") for name in "ab"] == [True, False]
     turns.answered("b", found=False)
     turns.answered("nobody", found=False)

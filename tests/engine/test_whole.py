@@ -5,13 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from blocks import quietly  # vLLM before LMCache
 
 from lmcache_cartridge.engine.contract import GRANT, TAG
-from lmcache_cartridge.memory.quantise import NUMBERS, Rule, quantiser
 
 with quietly():
     from lmcache_cartridge.engine.whole import InjectsWhole, Tail, Whole
@@ -19,9 +17,9 @@ with quietly():
 CHUNK, BLOCK = 64, 16
 
 
-def _request(must_inject: int, name: str = "r") -> Any:
+def _request(must_inject: int) -> Any:
     params = {TAG: "digest", GRANT: {"must_inject": must_inject}} if must_inject else {}
-    return SimpleNamespace(request_id=name, kv_transfer_params=params)
+    return SimpleNamespace(request_id="r", kv_transfer_params=params)
 
 
 def _blocks(count: int) -> Any:
@@ -29,8 +27,8 @@ def _blocks(count: int) -> Any:
     return SimpleNamespace(get_block_ids=lambda: ([100 + i for i in range(count)],))
 
 
-def _slots(first: int, last: int) -> list[int]:
-    return [100 * BLOCK + at for at in range(first, last)]
+def _tail(skip: int, first: int, last: int, turn: int = 0) -> Tail:
+    return Tail("r", "digest", skip, [100 * BLOCK + at for at in range(first, last)], turn)
 
 
 @pytest.mark.parametrize(("must_inject", "computed", "found", "tail"), [
@@ -43,8 +41,7 @@ def test_what_lmcache_has_not_behind_the_last_whole_chunk_is_ours_to_write(must_
     until = whole.owes(request, computed, found)
     assert until == (None if tail is None else must_inject)
     whole.allocated(request, _blocks(9), 0 if until is None else until - computed)
-    expected = [] if tail is None else [Tail("r", "digest", tail[0], _slots(*tail[1:]))]
-    assert whole.step(set()) == (set(), expected)
+    assert whole.step(set()) == (set(), [] if tail is None else [_tail(*tail)])
     assert whole.step(set()) == (set(), [])
 
 
@@ -61,8 +58,7 @@ def test_a_request_that_waits_for_lmcache_is_told_of_twice_and_one_that_loads_no
     whole.allocated(request, _blocks(7), 100)
     whole.allocated(request, _blocks(9), 0)
     whole.allocated(request, _blocks(9), 0)
-    tail = Tail("r", "digest", 0, _slots(64, 100), 1)
-    assert whole.step(set())[1] == [tail, tail._replace(turn=2)]
+    assert whole.step(set())[1] == [_tail(0, 64, 100, turn) for turn in (1, 2)]
     whole.owes(request, 0, 64)
     whole.allocated(request, _blocks(7), 0)  # vLLM had the blocks itself meanwhile
     whole.owes(request, 0, 64)
@@ -74,11 +70,7 @@ def test_a_request_that_waits_for_lmcache_is_told_of_twice_and_one_that_loads_no
 class _LMCache:
     """The connector of LMCache's that ours stands before."""
 
-    def bind_connector_metadata(self, metadata: Any) -> None:
-        pass
-
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        pass
+    bind_connector_metadata = start_load_kv = lambda self, given: None
 
     def build_connector_meta(self, output: Any) -> Any:
         return SimpleNamespace(requests=[])
@@ -124,28 +116,13 @@ def test_a_tail_is_written_by_every_layer_and_nothing_else_is():
 @pytest.mark.parametrize(
     "kv", [None, torch.zeros(2, 3, 20, 2, 8), torch.zeros(2, 2, 36, 2, 8)], ids=["gone", "short", "other"]
 )
-def test_where_a_tail_cannot_be_written_its_blocks_are_reported_once_the_request_may_be_ended(
-    kv,
-):
+def test_where_a_tail_cannot_be_written_its_blocks_are_reported_once_the_request_may_be_ended(kv):
     connector, first = _Connector(kv), Tail("r", "digest", 0, list(range(40, 71)), 1)
     assert connector.run(first) == set(), "vLLM cannot end it yet"
     assert "r" in connector.spoilt
     again = first._replace(turn=2)
     assert connector.run(again) == {2, 3, 4} - {3}
-    connector = _Connector(None)
     connector.run(first)
     connector.kv = torch.randn(2, 3, 36, 2, 8)
     assert connector.run(again) == set(), "the second time it is there"
     assert torch.equal(connector.rows()[0][:, 40], connector.kv[:, 0, 0])
-
-
-def test_bytes_of_a_quantised_cache_are_numbers_that_are_written_as_these_bytes():
-    generator = np.random.default_rng(1)
-    tables = [(np.arange(NUMBERS) % 256).astype("u1") for _ in range(4)]
-    for table in tables:
-        generator.shuffle(table)
-    rules = [Rule(tables[0].tobytes(), tables[1].tobytes()), Rule(tables[2].tobytes(), tables[3].tobytes())]
-    seen = torch.from_numpy(generator.integers(0, 256, (2, 2, 7, 2, 8), "u1"))
-    numbers = quantiser(rules).numbers(seen, torch.bfloat16)
-    for layer, rule in enumerate(rules):
-        assert torch.equal(rule(numbers[:, layer]), seen[:, layer])
