@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -130,6 +129,25 @@ def _get(serving: Serving, keys: list[CacheEngineKey]) -> list[MemoryObj | None]
     return serving.engine.storage_manager.batched_get(keys, PLUGIN)
 
 
+OF_ONE = {
+    "contains": False,
+    "pin": False,
+    "unpin": False,
+    "get_blocking": None,
+    "exists_in_put_tasks": False,
+    "remove": False,
+}
+"""What LMCache asks about one key, and what it is told when there is nothing to tell."""
+
+
+def _says_nothing(plugin: CartridgeBackend, keys: list[CacheEngineKey]) -> None:
+    assert {name: getattr(plugin, name)(keys[0]) for name in OF_ONE} == OF_ONE
+    assert plugin.batched_contains(keys, pin=True) == plugin.batched_contains(keys) == 0
+    assert plugin.batched_get_blocking(keys) == [None] * len(keys)
+    plugin.batched_submit_put_task(keys, [None] * len(keys))
+    plugin.touch_cache()
+
+
 def _release(objects: list[MemoryObj | None]) -> None:
     for memory_object in objects:
         if memory_object is not None:
@@ -219,9 +237,7 @@ def test_keys_under_other_tags_are_misses_everywhere(serving, name, configs):
     cartridge, plugin = serving.cartridges[name], serving.plugin
     digest = cartridge.made.manifest.digest
     keys = serving.keys(name, {key: digest if value == "its digest" else value for key, value in configs.items()})
-    assert plugin.batched_contains(keys, pin=True) == plugin.batched_contains(keys) == 0
-    assert plugin.batched_get_blocking(keys) == [None] * len(keys)
-    assert not any(ask(key) for ask in (plugin.pin, plugin.unpin) for key in keys)
+    _says_nothing(plugin, keys)
     assert serving.store.cpu.stats().promoted == 0
     assert _serve(serving, name) == cartridge.whole, "the control: under its own tag it is there"
     if name == "short":
@@ -246,20 +262,6 @@ def test_nothing_can_be_stored_removed_or_allocated_through_the_plugin(serving):
     assert plugin.get_allocator_backend() is manager.local_cpu_backend is not None
 
 
-CALLS: list[tuple[Callable[[CartridgeBackend, list[CacheEngineKey]], Any], Any]] = [
-    (lambda plugin, keys: plugin.batched_contains(keys), 0),
-    (lambda plugin, keys: plugin.contains(keys[0], pin=True), False),
-    (lambda plugin, keys: plugin.pin(keys[0]), False), (lambda plugin, keys: plugin.unpin(keys[0]), False),
-    (lambda plugin, keys: plugin.get_blocking(keys[0]), None),
-    (lambda plugin, keys: plugin.batched_get_blocking(keys), [None] * 5),
-    (lambda plugin, keys: plugin.exists_in_put_tasks(keys[0]), False),
-    (lambda plugin, keys: plugin.batched_submit_put_task(keys, [None] * 5), None),
-    (lambda plugin, keys: plugin.remove(keys[0]), False), (lambda plugin, keys: plugin.touch_cache(), None),
-    (lambda plugin, keys: plugin.cancel_request("request"), None), (lambda plugin, keys: plugin.close(), None),
-]  # fmt: skip
-"""Everything that LMCache calls, and what it is told when there is nothing to tell."""
-
-
 @pytest.mark.parametrize("error", [KeyError, MemoryError, None])
 def test_a_store_that_fails_or_is_closed_is_a_miss_in_the_log_and_never_an_error(serving, monkeypatch, caplog, error):
     def fail(*_: Any) -> None:
@@ -273,8 +275,7 @@ def test_a_store_that_fails_or_is_closed_is_a_miss_in_the_log_and_never_an_error
         assert all(serving.plugin.unpin(key) for key in keys)
     for name in ("lookup", "resident", "lend", "lend_run", "release") if error else ():
         monkeypatch.setattr(CartridgeStore, name, fail)
-    for ask, neutral in CALLS:
-        assert ask(serving.plugin, keys) == neutral
+    _says_nothing(serving.plugin, keys)
     assert ("the store is broken" in caplog.text) is (error is not None)
     caplog.clear()  # for `nothing_is_swallowed`
 
@@ -283,7 +284,7 @@ def test_the_schedulers_process_has_no_store_and_answers_no(tmp_path, home, conf
     with lmcache_engine(lmcache_config(from_mapping({"home": tmp_path})), config, None, role="scheduler") as engine:
         assert plugin(engine).store is None
         keys = Serving(engine, None, home).keys("short")
-        assert [ask(plugin(engine), keys) for ask, _ in CALLS] == [neutral for _, neutral in CALLS]
+        _says_nothing(plugin(engine), keys)
 
 
 def test_a_plugin_that_lmcache_builds_again_serves_again_and_one_that_cannot_be_leaves_the_first(serving, config):
