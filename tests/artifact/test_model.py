@@ -9,11 +9,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lmcache_cartridge.artifact.hf_config import config_fields, of_config
+from lmcache_cartridge.artifact.hf_config import of_config
 from lmcache_cartridge.artifact.model import Fingerprint, from_plain, rotating_layers, rotation_of
 from lmcache_cartridge.artifact.weights import model_directory, weights_digest
 from lmcache_cartridge.errors import UnsupportedModel
-from lmcache_cartridge.memory.rope import default_frequencies
 
 CONFIG = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128,
@@ -211,20 +210,3 @@ def test_layers_that_rotate_count_where_both_sides_know_them():
 @pytest.mark.parametrize("shape", [_of_kinds(), _of(quantization_config=AWQ, inv_freq=None)])
 def test_a_fingerprint_that_was_sent_is_the_same(shape):
     assert from_plain(msgspec.json.decode(msgspec.json.encode(shape))) == shape
-
-
-def test_a_config_that_spells_its_fields_otherwise_is_read_by_their_standard_names():
-    from transformers import GPT2Config
-
-    found = of_config(config_fields(GPT2Config(n_layer=3, n_head=4, n_embd=64, vocab_size=99)), dtype="float32")
-    assert (found.layers, found.kv_heads, found.head_size, found.vocab_size, found.rope) == (3, 4, 16, 99, ())
-
-
-def test_a_config_that_names_rotating_dimensions_alone_has_rope():
-    from transformers import GPTJConfig
-
-    config = config_fields(GPTJConfig(n_layer=3, n_head=4, n_embd=64, vocab_size=99, rotary_dim=8))
-    found = of_config(config, dtype="float32", frequencies={None: (default_frequencies(config), 1.0)})
-    (rope,) = found.rope
-    assert (rope.kind, rope.parameters["rope_theta"]) == ("default", 10000.0)
-    assert rope.inv_freq == pytest.approx((1.0, 0.1, 0.01, 0.001))

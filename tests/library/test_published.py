@@ -202,26 +202,22 @@ def test_a_publisher_deletes_nothing_that_another_just_stored(where, monkeypatch
     target = Path(where.machine("author").place(manifest))
     one.store(root, manifest, str(target), lambda *_: None)
     (target / reading.PAYLOAD).unlink()
-    holds, seen = transfer.holds, list[bool]()
-
-    def interleaved(place: Path, wanted: Any) -> bool:
-        answer = holds(place, wanted)
-        if not seen:
-            seen.append(answer)
-            other.store(root, manifest, str(target), lambda *_: None)
-            seen.append(holds(place, wanted))
-            monkeypatch.setattr(shutil, "rmtree", watched)
-        return answer
+    fetch, rmtree, held = transfer.fetch, shutil.rmtree, list[bool]()
 
     def watched(path: Path, **options: Any) -> None:
         rmtree(path, **options)
-        seen.append(holds(target, manifest))
+        held.append(transfer.holds(target, manifest))
 
-    rmtree = shutil.rmtree
-    monkeypatch.setattr(transfer, "holds", interleaved)
+    def second(*given: Any) -> None:
+        monkeypatch.setattr(transfer, "fetch", fetch)
+        other.store(root, manifest, str(target), lambda *_: None)
+        monkeypatch.setattr(shutil, "rmtree", watched)
+        fetch(*given)
+
+    monkeypatch.setattr(transfer, "fetch", second)
     one.store(root, manifest, str(target), lambda *_: None)
-    assert seen[0] is False and all(seen[1:]) and len(seen) > 2
-    assert sorted(path.name for path in target.parent.iterdir()) == [target.name], "and leaves nothing beside it"
+    assert held and all(held)
+    assert [*target.parent.iterdir()] == [target], "and leaves nothing beside it"
 
 
 @pytest.mark.parametrize("s3_kind", ["moto"])

@@ -18,7 +18,14 @@ from lmcache_cartridge.artifact import local
 from lmcache_cartridge.artifact.bytesource import ByteRange, ByteSource, SmallFile
 from lmcache_cartridge.artifact.local import LocalSource
 from lmcache_cartridge.artifact.location import is_remote
-from lmcache_cartridge.errors import MalformedLocation, SourceDenied, SourceError, SourceNotFound, TruncatedPayload
+from lmcache_cartridge.errors import (
+    MalformedLocation,
+    SourceDenied,
+    SourceError,
+    SourceNotFound,
+    SourceTimeout,
+    TruncatedPayload,
+)
 from lmcache_cartridge.sources.locks import locked
 from lmcache_cartridge.sources.s3 import S3Source
 from lmcache_cartridge.sources.sources import Sources
@@ -141,6 +148,17 @@ def test_a_missing_file_is_not_found_and_named(place, call):
     for location in (place.location, f"{place.location}/nowhere"):
         with pytest.raises(SourceNotFound, match=f"{location}/missing"):
             getattr(place.source, call)(location, "missing", *CALLS[call])
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (SourceNotFound, FileNotFoundError), (SourceDenied, PermissionError), (SourceTimeout, TimeoutError),
+        (MalformedLocation, ValueError),
+    ],
+)  # fmt: skip
+def test_an_error_of_a_source_is_the_one_of_python_that_means_the_same(ours, theirs):
+    assert issubclass(ours, theirs)
 
 
 @pytest.mark.parametrize("s3_kind", ["local", "swift"], indirect=True)  # moto lets everybody in
