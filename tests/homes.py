@@ -47,11 +47,17 @@ class Home:
         self.path = path
         self.registry = Registry(path / "registry.sqlite")
         self._opened: list[CartridgeStore] = []
+        self.made: dict[str, Made] = {}
 
     def make(self, name: str = "doc", **arguments: Any) -> Made:
-        made = make_artifact(self.root(name), cartridge_id=name, **({"positions": 72} | arguments))
+        self.made[name] = make_artifact(self.root(name), cartridge_id=name, **({"positions": 72} | arguments))
         self.registry.register(self.root(name))
-        return made
+        return self.made[name]
+
+    def check_served(self, store: CartridgeStore, *names: str) -> None:
+        """Compare what a store answers from cartridges, that of `make` without a name."""
+        for name in names or ("doc",):
+            assert_served(store, self.made[name], prompt_for(self, self.made[name], name))
 
     def root(self, name: str = "doc") -> Path:
         return self.path / "cartridges" / name / "1"

@@ -135,13 +135,13 @@ def _corrupt(path: Path) -> None:
 
 @pytest.mark.parametrize(("spoil", "message"), [(_delete, "is gone"), (_corrupt, "not a database")])
 def test_what_was_served_is_served_on_without_its_registry_and_later_changes_are_followed(home, opened, spoil, message):
-    made = home.make(seed=1)
+    home.make(seed=1)
     store, sound = opened(), home.registry.path.read_bytes()
     spoil(home.registry.path)
     for _ in range(2):
         with pytest.raises(RegistryError, match=message):
             store.refresh()
-        assert_served(store, made, prompt_for(home, made))
+        home.check_served(store)
     home.registry.path.write_bytes(sound)
     home.make("later", seed=2)
     store.refresh()
@@ -184,7 +184,8 @@ def test_the_keeper_outlives_an_error_that_nobody_thought_of(home, place, monkey
 
 
 def test_a_quarantine_by_another_process_is_followed_and_its_end_too(home, opened):
-    made, other = home.make(seed=1), home.make("other", seed=2)
+    made = home.make(seed=1)
+    home.make("other", seed=2)
     store, prompt = opened(), prompt_for(home, made)
     elsewhere = Quarantine(Settings(home=home.path).quarantine_dir)
     elsewhere.put(made.manifest.digest, "chunk 3 is corrupt")
@@ -192,7 +193,7 @@ def test_a_quarantine_by_another_process_is_followed_and_its_end_too(home, opene
     assert (store.refused(), store.names()) == ({"doc@1": "quarantined: chunk 3 is corrupt"}, ["other@1"])
     assert store.lookup(prompt.hashes) == 0
     assert "corrupt" in store.claim(made.manifest.digest, {}).poll().refused
-    assert_served(store, other, prompt_for(home, other, "other"))
+    home.check_served(store, "other")
     elsewhere.lift(made.manifest.digest)
     store.refresh()
     assert store.refused() == {}
@@ -316,14 +317,15 @@ def test_where_two_copies_are_registered_a_claim_on_one_is_served_from_either(ho
 def test_an_artefact_on_a_server_that_is_away_leaves_the_others_served(home, opened, monkeypatch):
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
-    here, away = home.make("here", seed=1), home.make("away", seed=2)
+    home.make("here", seed=1)
+    away = home.make("away", seed=2)
     home.registry.register(home.root("away"), "s3://bucket/away")
     store = opened({"s3_endpoint_url": "http://127.0.0.1:1", "s3_region": "x", "s3_timeout_s": 0.2})
     assert store.names() == ["here@1"]
     until(lambda: list(store.refused()) == ["away@1"])
     assert store.claim(away.manifest.digest, {}).poll().refused
-    assert_served(store, here, prompt_for(home, here, "here"))
+    home.check_served(store, "here")
     home.registry.register(home.root("away"))
     store.refresh()
     assert store.refused() == {}
-    assert_served(store, away, prompt_for(home, away, "away"))
+    home.check_served(store, "away")

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from homes import Home, assert_served, catalog_of, chunk_bytes, lent, prompt_for, read
+from homes import Home, catalog_of, chunk_bytes, lent, prompt_for, read
 from making import flip_bit, make_artifact, make_fingerprint, make_ids, make_rope, sha256_hasher
 from waiting import run_threads, until
 
@@ -69,20 +69,24 @@ def reads(monkeypatch):
 # What it is for.
 
 
+def _make(home: Home, names: str) -> None:
+    for seed, name in enumerate(names):
+        home.make(name, seed=seed)
+
+
 def test_only_what_changed_since_is_read(home, opened, reads):
-    made = {name: home.make(name, seed=seed) for seed, name in enumerate("abc")}
+    _make(home, "abc")
     _start_once(home, opened)
     home.registry.remove("a")
     home.registry.register(shutil.copytree(home.root("b"), home.path / "elsewhere"))
-    made["d"] = home.make("d", seed=9)
+    home.make("d", seed=9)
     reads.clear()
     store = opened()
     assert sorted(store.names()) == ["b@1", "c@1", "d@1"]
     assert sorted(reads) == sorted([home.path / "elsewhere", home.root("d")])
     shutil.rmtree(home.root("b"))
-    for name in "cd":
-        assert_served(store, made[name], prompt_for(home, made[name], name))
-    assert store.lookup(prompt_for(home, made["a"], "a").hashes) == 0
+    home.check_served(store, *"cd")
+    assert store.lookup(prompt_for(home, home.made["a"], "a").hashes) == 0
     assert store.lookup(list(sha256_hasher(16)(make_ids(72, 1)))) == 4
 
 
@@ -99,15 +103,15 @@ def test_what_is_made_for_others_is_refused_at_every_start(home, opened):
 
 def test_manifests_of_what_is_used_stay_and_of_others_are_read_again(home, opened, reads, monkeypatch):
     monkeypatch.setattr(entries, "_MAX_MANIFESTS", 2)
-    made = {name: home.make(name, seed=seed) for seed, name in enumerate("abc")}
+    _make(home, "abc")
     _start_once(home, opened)
     store = opened()
     reads.clear()
     for name in "abaca":
-        assert_served(store, made[name], prompt_for(home, made[name], name))
-        store.evict(made[name].manifest.digest)
+        home.check_served(store, name)
+        store.evict(home.made[name].manifest.digest)
     assert reads == [home.root(name) for name in "abc"]
-    assert_served(store, made["b"], prompt_for(home, made["b"], "b"))
+    home.check_served(store, "b")
     assert reads[3:] == [home.root("b")]
 
 
@@ -176,7 +180,7 @@ def test_what_was_damaged_since_is_refused_when_it_is_asked_for_as_it_would_have
     home, opened, how, kind
 ):
     made = home.make(kind=kind, positions=80 if kind == "trained" else 72)
-    other = home.make("other", seed=2)
+    home.make("other", seed=2)
     prompt = prompt_for(home, made)
     _start_once(home, opened)
     damage, reason = _DAMAGE[how]
@@ -190,7 +194,7 @@ def test_what_was_damaged_since_is_refused_when_it_is_asked_for_as_it_would_have
     assert Quarantine(Settings(home=home.path).quarantine_dir).notes() == {}
     assert store.lookup(prompt.hashes, prompt.tag) == store.resident(prompt.hashes, prompt.tag) == 0
     assert reason in store.claim(made.manifest.digest, {}).poll().refused
-    assert_served(store, other, prompt_for(home, other, "other"))
+    home.check_served(store, "other")
 
 
 # Rows that are wrong.
@@ -228,9 +232,9 @@ _WRONG: dict[str, Callable[[list[Row]], list[Row]]] = {
 
 @pytest.mark.parametrize("how", _WRONG)
 def test_rows_that_are_wrong_cost_a_miss_at_most_and_never_an_answer(home, opened, clock, how):
-    made = {name: home.make(name, seed=seed) for seed, name in enumerate("ab")}
-    made["t"] = home.make("t", kind="trained", positions=64, seed=3)
-    prompts = {name: prompt_for(home, one, name) for name, one in made.items()}
+    _make(home, "ab")
+    home.make("t", kind="trained", positions=64, seed=3)
+    prompts = {name: prompt_for(home, one, name) for name, one in home.made.items()}
     file = _start_once(home, opened)
     file.write_bytes(msgspec.msgpack.encode(_WRONG[how](_recalled(file))))
     store = opened()
@@ -239,22 +243,19 @@ def test_rows_that_are_wrong_cost_a_miss_at_most_and_never_an_answer(home, opene
             found = store.lookup(prompt.hashes, tag)
             assert found in (0, prompt.whole)
             for chunk, chunk_hash in enumerate(prompt.hashes[:found]):
-                assert lent(store, chunk_hash, tag) == chunk_bytes(made[name], chunk)
+                assert lent(store, chunk_hash, tag) == chunk_bytes(home.made[name], chunk)
                 assert store.release(chunk_hash, tag)
-        claim = store.claim(made[name].manifest.digest, {})
+        claim = store.claim(home.made[name].manifest.digest, {})
         claim.poll()
         until(lambda: store.cpu.stats().loading == 0)
         claim.close()
     assert store.lookup(prompts["t"].hashes) == 0, "identity tokens alone were answered"
     clock.now += entries._RETRY_S
     store.refresh()
-    until(lambda: len(store.names()) == len(made))
-    for name, one in made.items():
-        assert_served(store, one, prompts[name])
-    assert store.lookup(prompts["t"].hashes) == 0
-    store = opened()
-    for name, one in made.items():
-        assert_served(store, one, prompts[name])
+    until(lambda: len(store.names()) == 3)
+    for each in (store, opened()):
+        home.check_served(each, *"abt")
+        assert each.lookup(prompts["t"].hashes) == 0
 
 
 _BROKEN: dict[str, Callable[[Path], object]] = {
@@ -267,27 +268,27 @@ _BROKEN: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("how", _BROKEN)
 def test_a_broken_file_is_as_none_and_is_made_again(home, opened, reads, how):
-    made = home.make()
+    home.make()
     _BROKEN[how](_start_once(home, opened))
     for expected in ([home.root()], []):
         reads.clear()
         store = opened()
         assert reads == expected
+        home.check_served(store)
         store.close()
-    assert_served(opened(), made, prompt_for(home, made))
 
 
 @pytest.mark.parametrize("where", ["index", "cache"])
 def test_where_no_rows_can_be_written_everything_is_served_all_the_same_and_that_is_said_once(
     home, opened, caplog, where
 ):
-    made = home.make()
+    home.make()
     path = home.path / "cache" / ("index" if where == "index" else "")
     path.parent.mkdir(exist_ok=True)
     path.write_text("not a directory")
     with caplog.at_level(logging.WARNING, "lmcache_cartridge.library.rows"):
         store = opened()
-        assert_served(store, made, prompt_for(home, made))
+        home.check_served(store)
         home.make("more", seed=1)
         store.refresh()
         until(lambda: caplog.records)
@@ -314,19 +315,18 @@ def test_what_nobody_reads_any_more_is_removed(home, opened):
 
 def test_what_a_start_has_no_time_for_is_read_in_the_background_and_can_be_claimed_at_once(home, opened, monkeypatch):
     monkeypatch.setattr(entries, "_AT_ONCE_S", -1.0)
-    made = {name: home.make(name, seed=seed) for seed, name in enumerate("ab")}
+    _make(home, "ab")
     monkeypatch.setattr(entries.Entries, "_begin", lambda self, one: Future())
     store = opened()
     assert (store.names(), store.refused()) == ([], {})
-    digest = made["b"].manifest.digest
+    digest = home.made["b"].manifest.digest
     claim = read(store.claim(digest, {digest: Place(home.root("b"), str(home.root("b")))}))
     until(lambda: claim.poll().ready)
     claim.close()
     monkeypatch.undo()
     store.refresh()
     until(lambda: sorted(store.names()) == ["a@1", "b@1"])
-    for name, one in made.items():
-        assert_served(store, one, prompt_for(home, one, name))
+    home.check_served(store, *"ab")
 
 
 @pytest.mark.parametrize("is_removed", [True, False])
@@ -388,7 +388,7 @@ def test_a_manifest_that_hangs_when_it_is_read_again_holds_up_no_other(home, ope
 
 
 def test_what_cannot_be_read_is_tried_again_less_and_less_often_with_one_complaint(home, opened, clock, reads, caplog):
-    made = home.make()
+    home.make()
     away = home.root().rename(home.path / "away")
     reads.clear()
     first, longest = entries._RETRY_S, entries._LONGEST_RETRY_S
@@ -407,4 +407,4 @@ def test_what_cannot_be_read_is_tried_again_less_and_less_often_with_one_complai
     store.refresh()
     until(lambda: store.names() == ["doc@1"])
     assert store.refused() == {}
-    assert_served(store, made, prompt_for(home, made))
+    home.check_served(store)
