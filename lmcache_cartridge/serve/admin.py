@@ -131,7 +131,7 @@ def add_routes(app: FastAPI, admission: Admission, drain: Drain) -> None:
     @router.get("/{name}/files/{file}")
     async def part(name: str, file: str, request: Request) -> Any:
         """Send a file of a context, from wherever it lies, or the `Range: bytes=FIRST-LAST` of it."""
-        place = (await asyncio.to_thread(admission.resolver.registry.find, (await made(name)).id)).location
+        place = (await asyncio.to_thread(admission.resolver.registry.find, f"{(await made(name)).id}@1")).location
         if file not in (MANIFEST, TOKENS, PAYLOAD):
             raise Refusal(404, "a context has no such file")
         source = admission.resolver.sources
@@ -273,7 +273,7 @@ def _states(admission: Admission, ranks: Ranks, rows: list[RegistryEntry]) -> li
             state = "quarantined" if quarantined else "refused"
         else:
             state = "resident" if resident >= whole else "loading" if loading else "cold"
-        return (contexts[row.id].shown if row.id in contexts else {}) | {
+        return (contexts[row.id].shown if row.id in contexts and row.version == 1 else {}) | {
             "object": "cartridge",
             **{name: getattr(row, name) for name in ("id", "version", "digest", "kind", "positions", "bytes")},
             "current": row.name in current,

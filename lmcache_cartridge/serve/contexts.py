@@ -135,14 +135,17 @@ class Contexts:
         return {name: found for name, found in self.of(ids).items() if found.is_own}
 
     def seen(self, rows: list[RegistryEntry]) -> list[RegistryEntry]:
-        """Return what of registered cartridges the current request's tenant may know of, and no context that is still tried."""
+        """Return what of registered cartridges the current request's tenant may know of, and no context that is still tried.
+
+        A context is version 1 of its id: later ones are the owner's, who registered them since.
+        """
         found = self.of([row.id for row in rows])
         return [
             row
             for row in rows
             if (
                 found[row.id].is_own and found[row.id].digest
-                if row.id in found
+                if row.id in found and row.version == 1
                 else not row.location.startswith(self._private)
             )
         ]

@@ -52,8 +52,7 @@ MAX_READS = 64
 _MAX_REGISTERED, _MAX_ROWS = 128, 10_000
 """Registered cartridges whose token ids are kept; names whose versions are remembered for when the registry cannot be read."""
 _REFUSED_S = _REPLACED_S = 1.0
-"""How long a version that an engine refused is passed over where an older one may stand in; how often S3 is asked again
-where the copy that is here is not what was registered."""
+"""How long a version that an engine refused is passed over; how often S3 is asked again where the copy here was replaced."""
 _WARN_EVERY_S = 60.0
 
 
@@ -297,7 +296,8 @@ class Resolver:
     def candidates(self, reference: Reference) -> list[RegistryEntry]:
         """Return the versions that a registered name may mean, the newest first. Raises `Refusal`: 404, 503."""
         rows = self.contexts.seen(self._known(reference))
-        if not rows and self.contexts.own([reference.id]):
+        own = (not rows or rows[0].version > 1) and self.contexts.own([reference.id])  # its maker means it alone
+        if own and not (rows := [row for row in rows if row.version == 1]):
             raise StillMade(503, f"{_shown(reference)} is still being made", retry_after_s=2)
         if not rows:
             raise Refusal(404, f"no cartridge is called {_shown(reference)}")
@@ -315,8 +315,8 @@ class Resolver:
                 self._warned_s = self._clock()
                 logger.warning("what was found before is served on: %s", error)
             if known is None:
-                why = without_paths(str(error), {})
-                raise Refusal(503, f"the registry cannot be read now: {why}", retry_after_s=5) from None
+                why = f"the registry cannot be read now: {without_paths(str(error), {})}"
+                raise Refusal(503, why, retry_after_s=5) from None
             return known
         return self._rows.put(reference.id, rows)
 

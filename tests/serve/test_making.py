@@ -17,6 +17,7 @@ from lmcache_cartridge.settings import Settings
 with quietly():
     from lmcache_cartridge.serve.contexts import Context, Patched
     from lmcache_cartridge.serve.making import Maker
+    from lmcache_cartridge.serve.request import Reference, Refusal, StillMade
     from lmcache_cartridge.serve.resolve import Resolver
 
 
@@ -55,6 +56,25 @@ def test_of_a_context_that_is_not_changed_wholly_the_rest_stays(settings):
     settings.registry_path.unlink()
     maker.patch(before, Patched(ttl=1e9)), maker.patch(before, Patched())  # which have no need of it
     assert not settings.registry_path.exists()
+
+
+def test_what_the_owner_registers_under_the_id_of_a_context_is_everybodys_but_its_makers(settings):
+    maker = maker_of(settings)
+    kept(settings, maker, "book")
+    make_artifact(root := settings.cartridges_dir / "book" / "2", cartridge_id="book", version=2, positions=32)
+    Registry(settings.registry_path).register(root)
+
+    def meant(name: str) -> list[str]:
+        return [row.name for row in Resolver(settings).candidates(Reference(id=name))]
+
+    assert [meant(name) for name in ("book", "book@1", "book@2")] == [["book@1"], ["book@1"], ["book@2"]]
+    maker.table.run("UPDATE contexts SET digest = ''")
+    with pytest.raises(StillMade):
+        meant("book")
+    maker.table.run("UPDATE contexts SET tenant = 'another', digest = 'd'")
+    assert [meant(name) for name in ("book", "book@2")] == [["book@2"], ["book@2"]]
+    with pytest.raises(Refusal, match="no cartridge is called 'book@1'"):
+        meant("book@1")
 
 
 def test_a_home_of_another_release_is_served_without_its_contexts(settings, vllm_log):
