@@ -26,12 +26,13 @@ from ..engine.computed import ANSWER, QUESTION, canary, kv_of
 from ..engine.trust import CONTEXT
 from ..errors import ArtifactError, CartridgeError, CartridgeNotFound, SourceError, UnsupportedEngine
 from ..library.registry import Registry
+from ..sources.locks import locked
 from ..sources.published import Library
 from .adapters import Prefix
 from .contexts import STATE, Context, Patched, Posted
 from .marks import Mark
 from .metrics import requests
-from .request import Refusal
+from .request import Refusal, without_paths
 from .resolve import Selection
 
 logger = init_logger("vllm.lmcache_cartridge.serve.making")
@@ -46,6 +47,9 @@ _PROGRESS = "UPDATE contexts SET expires_at = ?, done = min(?, tokens) WHERE id 
 _MADE = "UPDATE contexts SET digest = ?, bytes = ?, expires_at = ?, done = tokens WHERE id = ?"
 _FAILED = "UPDATE contexts SET error = ?, digest = '', expires_at = ? WHERE id = ? AND key = ?"
 _LIVING = "SELECT * FROM contexts WHERE (key = ? OR id = ?) AND expires_at > ?"
+_OVER = "UPDATE contexts SET expires_at = 0 WHERE expires_at <= ? AND (? IN (key, '') OR id = ?) RETURNING *"
+"""Of a key or id, or with an empty key of all, what nobody can keep any longer."""
+_ENDED = "UPDATE contexts SET expires_at = 0 WHERE id = ? AND created_at = ? RETURNING 1"
 _LONGEST = """SELECT * FROM contexts WHERE key IN (SELECT value FROM json_each(?)) AND digest != '' AND expires_at > ?
 ORDER BY tokens DESC LIMIT 1"""
 
@@ -147,6 +151,8 @@ class Maker:
             )
         now, name = time.time(), posted.id
         key = blake3(tenant.encode() + np.array(ids, "<u4").tobytes() + prefix.apart).hexdigest()
+        for over in self._run(_OVER, now, key, name):  # what is made of the text again lies in the same place
+            self.remove(Context(*over))
         for there in map(Context._make, self._run(_LIVING, key, name, now)):
             if there.key != key or name not in (None, there.id):
                 raise Refusal(409, f"{there.id} is in use, or has this text; choose another id, or delete it first")
@@ -174,13 +180,15 @@ class Maker:
                 f"settings leave no room for one more context, of {size} bytes; delete of yours: {[i for (i,) in own]}",
             )
         new = Context(name or CONTEXT + uuid.uuid4().hex[:20], tenant, key, now, now + _LEASE_S, len(ids), size)
-        self._run(f"INSERT INTO contexts VALUES ({', '.join('?' * len(new))})", *new)
-        return new, True
+        is_free = "NOT EXISTS (SELECT 1 FROM contexts WHERE key = ? OR id = ?)"
+        added = f"INSERT INTO contexts SELECT {', '.join('?' * len(new))} WHERE {is_free} RETURNING 1"
+        # Else another began to make it, or to remove it, meanwhile.
+        return (new, True) if self._run(added, *new, key, new.id) else self._add(prefix, posted, tenant)
 
     def patch(self, context: Context, patched: Patched) -> Context:
         """Keep a context for so long from now on, let these labels point at it and no others, and return it.
 
-        Raises `Refusal` where a label points at something else.
+        Raises `Refusal` where a label points at something else, and where it is being removed.
         """
         name, renews = f"{context.id}@1", patched.ttl is not None and self._library is not None
         if patched.ttl is not None:
@@ -198,8 +206,9 @@ class Maker:
                 self._registry.label(label, name)
             for label in old - wanted:
                 self._registry.unlabel(label)
-        if patched.ttl is not None:
-            self._run("UPDATE contexts SET expires_at = ? WHERE id = ?", context.expires_at, context.id)
+        kept = "UPDATE contexts SET expires_at = ? WHERE id = ? AND expires_at > 0 RETURNING 1"
+        if patched.ttl is not None and not self._run(kept, context.expires_at, context.id):
+            raise Refusal(503, f"{context.id} is being removed", retry_after_s=1)
         return context
 
     async def _make(self, context: Context, prefix: Prefix, posted: Posted) -> Context:
@@ -217,7 +226,7 @@ class Maker:
             if type(error) is OSError:
                 error = Refusal(507, f"the context cannot be written: {error.strerror}")
             soon = time.time() + _LEASE_S
-            await asyncio.to_thread(self._run, _FAILED, str(error), soon, context.id, context.key)
+            await asyncio.to_thread(self._run, _FAILED, without_paths(str(error), {}), soon, context.id, context.key)
             with suppress(CartridgeError):
                 await asyncio.to_thread(self._withdraw, context)
             raise error from None
@@ -272,7 +281,7 @@ class Maker:
             self._run("UPDATE contexts SET uses = uses + ?, last_used_at = ? WHERE id = ?", count, now, context_id)
         for context_id in [*self._making]:
             self._run(_PROGRESS, now + _LEASE_S, self._done[context_id], context_id)
-        for row in self._run("SELECT * FROM contexts WHERE expires_at <= ?", now):
+        for row in self._run(_OVER, now, "", None):
             with suppress(SourceError):  # it is tried again
                 self.remove(Context(*row))
         for (total,) in self._run("SELECT total(bytes) FROM contexts"):
@@ -293,11 +302,13 @@ class Maker:
     def remove(self, context: Context) -> None:
         """Take a context out of the registry, the disk and the table; what is begun here is ended by whoever tidies up next.
 
-        Requests that have it in memory end as they began, and others compute its text.
+        Requests that have it in memory end as they began, and others compute its text. Waits for others that remove one.
         """
-        self._run("UPDATE contexts SET expires_at = 0 WHERE id = ?", context.id)
-        self._withdraw(context)
-        self._run("DELETE FROM contexts WHERE id = ?", context.id)
+        with locked(self._settings.home):
+            # One that another has removed may be there again.
+            if self._run(_ENDED, context.id, context.created_at):
+                self._withdraw(context)
+                self._run("DELETE FROM contexts WHERE id = ?", context.id)
 
     def _withdraw(self, context: Context) -> None:
         """Take a context out of the registry or the library, and the disk."""

@@ -34,9 +34,9 @@ def maker_of(settings: Settings) -> Maker:
     return maker
 
 
-def kept(settings: Settings, maker: Maker, name: str) -> Context:
+def kept(settings: Settings, maker: Maker, name: str, created_at: float = 1.0) -> Context:
     """Register a context as it lies once it is made, and note it in the table."""
-    context = Context(name, "", f"key-of-{name}", 1.0, 1e12, 32, 100, digest="d")
+    context = Context(name, "", f"key-of-{name}", created_at, 1e12, 32, 100, digest="d")
     make_artifact(maker.root(context), cartridge_id=name, positions=32)
     Registry(settings.registry_path).register(maker.root(context))
     maker.table.run(f"INSERT INTO contexts VALUES ({', '.join('?' * len(context))})", *context)
@@ -56,6 +56,20 @@ def test_of_a_context_that_is_not_changed_wholly_the_rest_stays(settings):
     settings.registry_path.unlink()
     maker.patch(before, Patched(ttl=1e9)), maker.patch(before, Patched())  # which have no need of it
     assert not settings.registry_path.exists()
+
+
+def test_who_removes_a_context_late_leaves_the_one_that_was_made_of_the_text_since(settings):
+    maker = maker_of(settings)
+    before = kept(settings, maker, "book")
+    maker.remove(before)
+    after = kept(settings, maker, "book", created_at=2.0)
+    maker.remove(before)
+    assert maker.root(after).exists() and maker.patch(after, Patched(ttl=1e9)).expires_at > 1e9
+    maker.table.run("UPDATE contexts SET expires_at = 0")
+    with pytest.raises(Refusal, match="book is being removed"):
+        maker.patch(after, Patched(ttl=1e9))
+    maker.tidy()
+    assert not maker.root(after).exists() and maker.table.of(["book"]) == {}
 
 
 def test_what_the_owner_registers_under_the_id_of_a_context_is_everybodys_but_its_makers(settings):

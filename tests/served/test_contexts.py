@@ -221,6 +221,23 @@ def test_a_request_in_flight_ends_as_it_began_when_the_time_of_its_context_is_ov
     assert served.post(document=ward.document.text).json()["id"] != made["id"], "it is made anew"
 
 
+def test_a_text_that_comes_again_just_when_its_time_is_over_or_it_is_deleted_is_made_anew(served):
+    """By several at once: one makes it, for all."""
+    ids = served.wards["fourth"].ids[: CHUNK + 50]
+    made = served.made(token_ids=ids)
+    with ThreadPoolExecutor(5) as pool:
+        for is_deleted in (False, True):
+            place, http = f"{ROUTE}/{made['id']}", served.asker.http
+            gone = pool.submit(http.delete, place) if is_deleted else http.patch(place, json={"ttl": 0.001})
+            told = list(pool.map(lambda _: served.post(token_ids=ids), range(4)))
+            # Who found it and then not any more is to come again.
+            assert {reply.status_code for reply in told} <= {200, 202, *[503] * is_deleted}, told[0].text
+            assert not is_deleted or gone.result().status_code == 200
+            before, made = made, served.made(token_ids=ids)
+            assert made["id"] != before["id"] and served.root(made["id"]).exists()
+    assert served.asker.http.delete(f"{ROUTE}/{made['id']}").status_code == 200
+
+
 def test_what_cannot_be_a_context_is_refused_with_the_reason(served, first):
     text = served.wards["fourth"].document.text[:400]
     before = served.places()
