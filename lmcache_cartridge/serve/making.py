@@ -25,6 +25,7 @@ from ..artifact.writing import ArtifactWriter
 from ..engine.computed import ANSWER, QUESTION, canary, kv_of
 from ..engine.trust import CONTEXT
 from ..errors import ArtifactError, CartridgeError, CartridgeNotFound, SourceError, UnsupportedEngine
+from ..library.quarantine import name_of
 from ..library.registry import Registry
 from ..sources.locks import locked
 from ..sources.published import Library
@@ -262,6 +263,9 @@ class Maker:
             about = Provenance("POST /v1/cartridges", time.strftime("%FT%TZ", time.gmtime()))
             served = await canary(engine, ids, name, model.dtype, adapter)
             manifest = await asyncio.to_thread(writer.commit, about, served)
+        # What lay here before may have had the same content, and wrong bytes.
+        note = self._settings.quarantine_dir / f"{name_of(manifest.digest, str(root.resolve()))}.txt"
+        note.unlink(missing_ok=True)
         if self._library is None:
             await asyncio.to_thread(self._registry.register, root)
             # Workers may know of this KV, and look for it where another context of the text was until lately.

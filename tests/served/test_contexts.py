@@ -18,6 +18,7 @@ import httpx
 import posting
 import pytest
 from cells import TP
+from making import flip_bit
 from posting import CHUNK, KEYS, NOISE, ROUTE, serving
 from recall.ward import ask, encode
 from serving import SERVER_ARGS, Client, difference
@@ -236,6 +237,19 @@ def test_a_text_that_comes_again_just_when_its_time_is_over_or_it_is_deleted_is_
             before, made = made, served.made(token_ids=ids)
             assert made["id"] != before["id"] and served.root(made["id"]).exists()
     assert served.asker.http.delete(f"{ROUTE}/{made['id']}").status_code == 200
+
+
+def test_a_text_whose_bytes_went_wrong_is_sound_once_it_is_made_again(served):
+    ids, question = served.wards["second"].ids[: 2 * CHUNK], ask(served.wards["second"].facts[0], 0)
+    made = served.made(token_ids=ids)
+    assert served.asker.http.post(f"{ROUTE}/{made['id']}/evict").status_code == 200
+    flip_bit(payload := served.root(made["id"]) / "payload.safetensors", payload.stat().st_size - 9)
+    assert served.asker.complete(question, made["id"], cache_salt="wrong").cached_tokens == 0
+    assert served.get(made["id"]).json()["state"] == "quarantined"
+    assert served.asker.http.delete(f"{ROUTE}/{made['id']}").status_code == 200
+    again = served.made(token_ids=ids)
+    assert again["digest"] == made["digest"]
+    assert served.asker.complete(question, again["id"], cache_salt="sound").cached_tokens == len(ids)
 
 
 def test_what_cannot_be_a_context_is_refused_with_the_reason(served, first):
