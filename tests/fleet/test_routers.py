@@ -17,11 +17,10 @@ from lmcache_cartridge.fleet.affinity import affinity_key, session_headers
 def _ways(name: str) -> list[Named]:
     """Return requests for one cartridge, named in all the ways that Envoy is told of."""
     return [
-        ({"model": "m"}, {"X-Cartridges": name}), ({"model": "m"}, {"X-Cartridges": f"{name}@3"}),
-        ({"model": "m", "cartridges": [name]}, {}), ({"model": "m", "cartridges": [{"id": f"{name}@2"}]}, {}),
-        ({"model": "m", "cartridges": [name]}, {"X-Cartridges": f"{name}@12"}), ({"model": f"m:{name}"}, {}),
+        ({"model": "m"}, {"X-Cartridges": f"{name}@3"}), ({"model": "m", "cartridges": [name]}, {}),
+        ({"model": "m", "cartridges": [{"id": f"{name}@2"}]}, {}), ({"model": f"org/m:7b:{name}@4"}, {}),
+        ({"model": "m", "cartridges": [name]}, {"X-Cartridges": f"{name}@12", "x-affinity": "a lie"}),
         ({"kv_transfer_params": {"cartridge_id": name}, "model": "m", "prompt": '"cartridges": ["other"]'}, {}),
-        ({"model": f"org/m:7b:{name}@4"}, {}), ({"model": "m", "cartridges": [name]}, {"x-affinity": "a lie"}),
     ]  # fmt: skip
 
 
@@ -43,7 +42,7 @@ def three():
 
 
 def test_envoy_sends_all_ways_of_naming_a_cartridge_to_one_server(three, tmp_path_factory):
-    names = [f"doc-{number}" for number in range(60)] + ["a,b", "b,a", "s3://bucket/a/key/of/more/than/32/bytes"]
+    names = [f"doc-{number}" for number in range(30)] + ["a,b", "b,a", "s3://bucket/a/key/of/more/than/32/bytes"]
     urls = [stub.url for stub in three]
     with envoy(urls, tmp_path_factory.mktemp("envoy")) as url, httpx.Client(base_url=url, timeout=60) as http:
         chains = [({"model": "m", "cartridges": ["a", {"id": "b@2"}]}, {}), ({"model": "m:b,a@1"}, {})]
@@ -53,7 +52,7 @@ def test_envoy_sends_all_ways_of_naming_a_cartridge_to_one_server(three, tmp_pat
         assert set(chosen) == set(names)
         assert all(len(servers) == 1 for servers in chosen.values()), chosen
         shares = [sum(servers == {stub.name} for servers in chosen.values()) for stub in three]
-        assert min(shares) >= 5, f"one server has hardly any of {len(names)}: {shares}"
+        assert min(shares) >= 4, f"one server has hardly any of {len(names)}: {shares}"
         plain = _chosen(http, [({"model": "m", "prompt": "x"}, {})] * 40)
         assert plain == {"": {"0", "1", "2"}}, "requests without a cartridge go anywhere"
     with (
@@ -103,7 +102,7 @@ def test_a_hot_cartridge_spills_to_the_next_server_and_no_further_and_nothing_el
 
 
 def test_vllm_router_sends_a_session_to_one_server(three, tmp_path_factory):
-    names = [f"doc-{number}" for number in range(40)]
+    names = [f"doc-{number}" for number in range(24)]
     urls = [stub.url for stub in three]
     with (
         vllm_router(urls, tmp_path_factory.mktemp("router")) as url,
