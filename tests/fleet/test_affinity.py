@@ -24,7 +24,7 @@ from lmcache_cartridge.serve.request import MAX_CHAIN, Refusal, Router, read_hea
 from lmcache_cartridge.settings import Settings
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-MODELS = ("m", "org/model", "qwen:7b", "/models/llama")
+MODELS = ("m", "org/model", "qwen", "qwen:7b", "/models/llama")
 SETTINGS = {
     "composites": {"both": ["a", "b@3"], "one": ["a"]},
     "static": {"model:m": "by-model", f"key:{hashlib.sha256(b'sk-1').hexdigest()}": "by-key", "*": "for-all@2"},
@@ -110,14 +110,6 @@ def test_a_model_name_is_taken_apart_without_knowing_the_models(model, ids):
     assert model_ids(model) == ids
 
 
-def test_known_models_are_never_taken_apart_and_the_longest_goes_first():
-    naming = Naming(models=("qwen", "qwen:7b"))
-    assert model_ids("qwen:7b", naming) == []
-    assert model_ids("qwen:7b:a", naming) == ["a"]
-    assert model_ids("qwen:8b", naming) == ["8b"]
-    assert model_ids("other:a", naming) == []
-
-
 def test_the_file_stands_alone(tmp_path):
     """As in a router's pod: no package of ours, nor of anybody's."""
     (tmp_path / "affinity.py").write_text(Path(affinity.__file__).read_text())
@@ -144,30 +136,21 @@ def _callback(monkeypatch: pytest.MonkeyPatch, naming: dict[str, Any]) -> Module
     return module
 
 
-def _session(module: ModuleType, body: Any, headers: dict[str, str] | None = None) -> dict[str, Any]:
+def _session(module: ModuleType, body: Any, **headers: str) -> Any:
     """Return the dict as that router reads it after `pre_request` (routing by header or field `--session-key`)."""
-    request = SimpleNamespace(headers=Headers(headers or {}))
+    request = SimpleNamespace(headers=Headers(headers))
     assert module.callbacks.pre_request(request, json.dumps(body).encode(), body) is None
     return body
 
 
-def test_the_production_stack_gets_one_session_key_for_all_ways_of_naming(monkeypatch):
+def test_the_production_stack_gets_one_session_key_for_all_ways_of_naming_and_none_without(monkeypatch):
     module = _callback(monkeypatch, {"models": ["m", "qwen:7b"], "composites": {"both": ["a", "b"]}})
-    ways: list[tuple[Any, dict[str, str]]] = [
-        ({"model": "m", "cartridges": ["a", "b@2"]}, {}), ({"model": "m", "cartridges": ["both"]}, {}),
-        ({"model": "m"}, {"X-Cartridges": "a@7, b"}), ({"model": "m:a,b"}, {}), ({"model": "qwen:7b:both"}, {}),
-        ({"model": "m", "kv_transfer_params": {"cartridge_id": ["a", "b"]}}, {}),
-    ]  # fmt: skip
-    assert {_session(module, body, headers)["affinity_key"] for body, headers in ways} == {"a,b"}
-    assert _session(module, {"model": "m"}) == {"model": "m"}, "without a cartridge there is no session"
-    assert _session(module, {"model": "qwen:7b"}) == {"model": "qwen:7b"}
-    assert _session(module, [1]) == [1]
-
-
-def test_the_production_stack_finds_engines_that_list_the_base_model(monkeypatch):
-    module = _callback(monkeypatch, {"models": ["m", "m:7b"]})
-    body = _session(module, {"model": "m:7b:a@2,b"})
-    assert body == {"model": "m:7b", "cartridges": ["a@2", "b"], "affinity_key": "a,b"}
+    assert _session(module, {"model": "m", "cartridges": ["both"]})["affinity_key"] == "a,b"
+    assert _session(module, {"model": "m"}, **{"X-Cartridges": "a@7, b"})["affinity_key"] == "a,b"
+    engines_list_the_base = {"model": "qwen:7b", "cartridges": ["a@2", "b"], "affinity_key": "a,b"}
+    assert _session(module, {"model": "qwen:7b:a@2,b"}) == engines_list_the_base
+    for body in ({"model": "m"}, {"model": "qwen:7b"}, [1]):
+        assert _session(module, body.copy()) == body
 
 
 def test_a_key_of_the_router_is_none_of_our_fields(monkeypatch):

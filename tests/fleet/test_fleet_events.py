@@ -85,13 +85,15 @@ def engine(tmp_path):
 
 
 @asynccontextmanager
-async def following(engine: Engine, *, verify_s: float = 0.3) -> AsyncIterator[Follower]:
+async def following(
+    engine: Engine, *, verify_s: float = 0.3, timeout_s: float = 1.0, is_there: bool = True
+) -> AsyncIterator[Follower]:
     follower = Follower(
-        Index(), Source(0), engine.events, engine.replay, name="pod", timeout_s=1.0, verify_s=verify_s
+        Index(), Source(0), engine.events, engine.replay, name="pod", timeout_s=timeout_s, verify_s=verify_s
     )  # fmt: skip
     task = asyncio.create_task(follower.follow())
     try:
-        await seen(lambda: follower.known or task.done())
+        await seen(lambda: follower.known or task.done() or not is_there)
         yield follower
     finally:
         task.cancel()
@@ -181,8 +183,8 @@ async def test_a_restart_is_seen_while_events_come_even_where_the_new_clock_is_b
         assert (follower.counts.restarts, follower.counts.lost) == (1, 0)
 
 
-async def test_a_buffer_that_never_ends_is_asked_again_only_while_something_comes(tmp_path):
-    events, replay, asked = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay", []
+async def test_a_buffer_that_never_ends_is_asked_again_only_while_something_comes(engine):
+    asked = []
 
     async def answer(socket: zmq.asyncio.Socket) -> None:
         while True:
@@ -191,16 +193,13 @@ async def test_a_buffer_that_never_ends_is_asked_again_only_while_something_come
             batch = msgspec.msgpack.encode([0.0, [stored(1)], 0])
             await socket.send_multipart([client, b"", b"t", (0).to_bytes(8, "big"), batch])
 
+    engine.close()
     with zmq.asyncio.Context.instance().socket(zmq.ROUTER) as socket:
-        socket.bind(replay)
+        socket.bind(engine.replay)
         answering = asyncio.create_task(answer(socket))
-        follower = Follower(Index(), Source(0), events, replay, name="pod", timeout_s=0.05, verify_s=60.0)
-        following = asyncio.create_task(follower.follow())
-        await seen(lambda: follower.known)
-        assert known(follower) == {1} and len(asked) <= 3
-        for task in (following, answering):
-            task.cancel()
-        await asyncio.gather(following, answering, return_exceptions=True)
+        async with following(engine, timeout_s=0.05, verify_s=60.0) as follower:
+            assert known(follower) == {1} and len(asked) <= 3
+        answering.cancel()
 
 
 async def test_what_the_buffer_no_longer_has_is_said_until_the_server_clears_its_blocks(tmp_path):
@@ -221,16 +220,16 @@ async def test_what_the_buffer_no_longer_has_is_said_until_the_server_clears_its
 
 async def test_a_service_that_was_restarted_knows_what_it_knew(engine):
     async with following(engine) as follower:
-        for i in range(3000):
+        for i in range(1500):  # vLLM's socket drops what exceeds 1,000 of a burst
             engine.tell([stored(i)] + ([removed(i - 7)] if i >= 7 and i % 3 else []))
         engine.settle()
-        await seen(lambda: follower.counts.batches == 3000)
-        before = known(follower, 3000)
+        await seen(lambda: follower.counts.batches == 1500)
+        before = known(follower, 1500)
     assert known(follower) == set(), "a follower that ends leaves nothing"
     async with following(engine) as again:
-        await seen(lambda: again.counts.batches == 3000)
-        assert known(again, 3000) == before
-        assert len(before) > 750 and (again.counts.lost, again.whole) == (0, True)
+        await seen(lambda: again.counts.batches == 1500)
+        assert known(again, 1500) == before
+        assert len(before) > 375 and (again.counts.lost, again.whole) == (0, True)
 
 
 async def test_what_is_no_event_is_counted_and_skipped(engine):
@@ -249,16 +248,11 @@ async def test_what_is_no_event_is_counted_and_skipped(engine):
             await seen(sent)
 
 
-async def test_a_server_that_is_not_there_yet_is_followed_when_it_comes(tmp_path, engine):
+async def test_a_server_that_is_not_there_yet_is_followed_when_it_comes(engine):
     engine.close()
-    follower = Follower(
-        Index(), Source(0), engine.events, engine.replay, name="pod", timeout_s=0.1, verify_s=0.2
-    )  # fmt: skip
-    task = asyncio.create_task(follower.follow())
-    await asyncio.sleep(0.3)
-    assert not follower.known
-    engine.start()
-    engine.tell([stored(1)])
-    await seen(lambda: follower.known and known(follower) == {1})
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
+    async with following(engine, timeout_s=0.1, verify_s=0.2, is_there=False) as follower:
+        await asyncio.sleep(0.3)
+        assert not follower.known
+        engine.start()
+        engine.tell([stored(1)])
+        await seen(lambda: follower.known and known(follower) == {1})

@@ -21,24 +21,20 @@ def read(event: Any) -> Event:
     return read_event(msgspec.msgpack.encode(event))
 
 
-def stored_fields(names: list[Any], ids: list[int], parent: Any = None, **more: Any) -> dict[str, Any]:
-    """Return an event's fields as vLLM 0.32 writes them."""
-    return {
-        "type": "BlockStored", "block_hashes": names, "parent_block_hash": parent, "token_ids": ids,
-        "block_size": SIZE, "lora_id": None, "medium": "GPU", "lora_name": None, "group_idx": 0, **more,
-    }  # fmt: skip
-
-
-def removed_fields(names: list[Any], **more: Any) -> dict[str, Any]:
-    return {"type": "BlockRemoved", "block_hashes": names, "medium": "GPU", "group_idx": 0, **more}
+REMOVED = {"type": "BlockRemoved", "block_hashes": [3, 4], "medium": "GPU", "group_idx": 0}
+STORED = {
+    "type": "BlockStored", "block_hashes": [5], "parent_block_hash": None, "token_ids": list(range(SIZE)),
+    "block_size": SIZE, "lora_id": None, "medium": "GPU", "lora_name": None, "group_idx": 0,
+}  # fmt: skip
+"""As vLLM 0.32 writes them."""
 
 
 def stored(names: list[Any], ids: list[int], parent: Any = None, **more: Any) -> Event:
-    return read(stored_fields(names, ids, parent, **more))
+    return read(STORED | {"block_hashes": names, "parent_block_hash": parent, "token_ids": ids} | more)
 
 
 def removed(names: list[Any], **more: Any) -> Event:
-    return read(removed_fields(names, **more))
+    return read(REMOVED | {"block_hashes": names} | more)
 
 
 def ids_of(path: Path) -> list[int]:
@@ -112,7 +108,7 @@ def _disagreements(seed: int, *, without: str | None = None) -> int:
     return wrong
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_what_is_found_is_what_the_servers_hold_for_any_tenant(seed):
     assert _disagreements(seed) == 0
 
@@ -151,18 +147,15 @@ def test_blocks_after_unknown_ones_are_not_guessed():
     assert index.matches(Tokens(ids[SIZE:])) == index.matches(Tokens(ids)) == index.blocks() == {}
 
 
-def _mangled(choose: random.Random, event: dict[str, Any]) -> Any:
+def _mangled(choose: random.Random) -> Any:
     junk = [None, -1, (1 << 64) - 1, 1.5, "x", b"x", [], [None], {}, [-1] * SIZE, [1 << 40] * SIZE, True]
-    one = dict(event)
-    for _ in range(choose.randint(1, 3)):
-        key = choose.choice(list(one))
+    event = dict(choose.choice([STORED, REMOVED, CLEARED]))
+    for key in choose.sample(list(event), min(len(event), choose.randint(1, 3))):
         if choose.random() < 0.3:
-            del one[key]
+            del event[key]
         else:
-            one[key] = choose.choice(junk)
-        if not one:
-            break
-    return choose.choice([one, one, one, choose.choice(junk)])
+            event[key] = choose.choice(junk)
+    return choose.choice([event, event, event, choose.choice(junk)])
 
 
 def test_no_event_whatever_it_says_harms_the_index():
@@ -170,9 +163,8 @@ def test_no_event_whatever_it_says_harms_the_index():
     index.apply(Source(0), stored([1, 2], ids))
     refused = 0
     for _ in range(2000):
-        event = choose.choice([stored_fields([choose.randrange(9)], ids[:SIZE]), removed_fields([3, 4]), CLEARED])
         try:
-            index.apply(Source(1), read(_mangled(choose, event)))
+            index.apply(Source(1), read(_mangled(choose)))
         except MalformedEvent:
             refused += 1
     assert refused > 500
