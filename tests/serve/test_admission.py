@@ -6,6 +6,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Coroutine
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ import pytest
 from blocks import quietly
 from faulty_proxy import Answer as Sent
 from faulty_proxy import FaultyProxy, Handler, sound
-from homes import CHUNK, STILL, Home, read
+from homes import CHUNK, STILL, Home
 from making import make_artifact, make_fingerprint
 from waiting import until
 
@@ -129,27 +130,6 @@ def test_a_client_that_leaves_while_the_worker_is_asked_leaves_no_claim(serve, s
     _run(_admit(admission, "hot"))  # so that everything before it was answered
     until(lambda: store.status()["claims"] == 0)
     assert store.cpu.stats().held == 0
-
-
-def test_hundreds_that_leave_at_any_moment_leave_nothing(serve, store, home):
-    admission = serve()
-    home.make("large", kind="trained", positions=16 * CHUNK, seed=4)  # with all of the memory held by nobody it fits
-    store.refresh()
-
-    async def leave(number: int) -> None:
-        request = asyncio.create_task(_admit(admission, ("hot", "large")[number % 2]))
-        await asyncio.sleep(number % 17 / 1000)
-        request.cancel()
-        await asyncio.gather(request, return_exceptions=True)
-
-    async def all_leave() -> None:
-        for turn in range(20):
-            await asyncio.gather(*(leave(turn + number) for number in range(16)))
-
-    _run(all_leave())
-    until(lambda: store.status()["claims"] == 0)
-    assert (store.cpu.stats().held, store.cpu.stats().leased, store.cpu.stats().lent) == (0, 0, 0)
-    _run(_admit(admission, "large"))
 
 
 # Files and sources that hang.
@@ -294,19 +274,15 @@ def test_a_worker_whose_read_hangs_serves_others_and_goes_on_with_it_later(store
 # What a client may have dropped.
 
 
-def test_force_redownload_drops_what_is_in_memory_for_administrators_only(serve, store, home):
+@pytest.mark.parametrize(("admin", "evicted"), [(False, 0), (True, 4)])
+def test_force_redownload_drops_what_is_in_memory_for_administrators_only(serve, store, home, admin, evicted):
     home.make("other", positions=2 * CHUNK, seed=2)
     store.refresh()
-    plain, admin = serve(), serve(admin=True)
     for name in ("hot", "other"):
-        _run(_admit(plain, name))
-        assert read(store.claim(home.registry.find(name).digest, {})).poll().ready
-    until(lambda: (store.cpu.stats().resident, store.cpu.stats().held) == (6, 0))  # whoever was admitted is gone
-    _run(_admit(plain, "hot", force_redownload=True))
-    until(lambda: store.cpu.stats().held == 0)
-    assert (store.cpu.stats().evicted, store.cpu.stats().resident) == (0, 6)
-    _run(_admit(admin, "hot", force_redownload=True))
-    assert store.cpu.stats().evicted == 4
+        with closing(store.claim(home.registry.find(name).digest, {})) as claim:
+            until(lambda: claim.poll().ready)  # noqa: B023
+    _run(_admit(serve(admin=admin), "hot", force_redownload=True))
+    assert store.cpu.stats().evicted == evicted
 
 
 def _text(home: Home, name: str, layers: int = 3) -> None:

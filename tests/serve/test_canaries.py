@@ -333,22 +333,6 @@ def test_prompts_that_carry_a_documents_text_get_its_kv_once_the_engine_was_trie
     run(work, canary=fate != "off")
 
 
-def test_one_without_a_canary_answers_those_that_name_it_alone(run, store, home):
-    home.make("bare", positions=4 * CHUNK, seed=9, fingerprint=SHAPE)
-    store.refresh()
-    hashes = _hashes(home, "bare")
-
-    async def work(admission: Admission, engine: Engine) -> None:
-        assert await _found(store, hashes) == 0
-        await _look(admission)
-        assert (await _ask(admission, "bare"), engine.asked) == ("kv", [])
-        assert await _found(store, hashes) == 0
-        assert await _found(store, hashes, load_manifest(home.root("bare")).digest) == 4
-        assert store.untried() == [], "it is not asked for again"
-
-    run(work)
-
-
 @pytest.mark.parametrize("copy_first", [True, False])
 def test_a_copy_whose_canary_is_wrong_takes_the_sound_one_not_with_it(run, store, home, copy_first):
     """The digest does not cover the canary, so both have one."""

@@ -14,8 +14,6 @@ from hypothesis import HealthCheck, example, given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 from making import make_artifact, make_fingerprint, make_rope
-from test_http import _app as gated
-from test_http import post
 
 from lmcache_cartridge.engine.forms import EXTRA, SKIP_SAVING, configure, extra_of, from_forms, saves_nowhere
 from lmcache_cartridge.engine.lmcache_file import VARIABLE
@@ -109,14 +107,6 @@ def test_a_relative_path_is_taken_against_the_working_directory_once(place, monk
 def test_remote_paths_are_the_only_ones_of_their_bucket(place):
     values = from_forms({"cartridges": {"here": str(place / "a"), "there": REMOTE}, "cartridge.buckets": ["other"]})
     assert (values["roots"], values["buckets"]) == ([str(place / "a")], ["other", "bucket/team/b"])
-
-
-def test_cartridge_id_as_the_label_field_passes_the_gate_and_is_refused_where_it_means_nothing():
-    labelled, body = gated(router="label", label_field="cartridge_id"), {"cartridge_id": "a"}
-    for path in ("/v1/completions", "/v1/chat/completions", "/v1/messages"):
-        assert post(labelled, path, json=body).status_code == 200
-        assert post(gated(), path, json=body).status_code == 400
-    assert post(labelled, "/v1/embeddings", json=body).status_code == 400
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [

@@ -11,8 +11,6 @@ import httpx
 import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
-from hypothesis import given
-from hypothesis import strategies as st
 
 from lmcache_cartridge.serve import http, misnamed
 from lmcache_cartridge.serve.request import Refusal, Router, read_header, read_references
@@ -63,14 +61,6 @@ def test_a_body_with_marks_is_kept_for_the_renderer_only_where_contexts_are_made
     assert [body for body in found if body] == ([marked] * 2 if contexts else [])
 
 
-@pytest.mark.parametrize("path", ["/v1/messages", "/tokenize", "/anything"])
-@pytest.mark.parametrize("field", ["catridges", "cartridge_label"])
-def test_a_field_that_nothing_reads_is_refused_and_the_right_one_named(path, field):
-    reply = post(_app(), path, json={"model": "m", field: ["a"]})
-    message = reply.json()["error"]["message"]
-    assert (reply.status_code, repr(field) in message, "`cartridges`" in message) == (400, True, True)
-
-
 def test_large_bodies_are_looked_at_off_the_event_loop(monkeypatch):
     threads: list[bool] = []
     find = misnamed.find
@@ -98,20 +88,20 @@ def test_what_messages_would_drop_is_kept_for_the_renderer():
     assert _said() == ((), False, {}), "outside a request there is none"
 
 
-_PIECES = ["a", "b@2", ",", " ", "\t", "/p", "s3://b/k", "é", "\x00", "\x7f", "x" * 1100, '"', ";", "\n", "", "a,b"]
-
-
-@given(values=st.lists(st.lists(st.sampled_from(_PIECES), max_size=6).map("".join), max_size=3))
-def test_whatever_a_header_says_it_names_what_the_body_would_or_is_refused(values):
-    try:
-        named = read_header(values)
-    except Refusal as refusal:
-        assert (refusal.status, "X-Cartridges" in str(refusal)) == (400, True)
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [([], ()), (["a"], ("a",)), (["a, b@2\t", "/p,s3://b/k"], ("a", "b@2", "/p", "s3://b/k")),
+     *(([value], None) for value in ("", "a,,b", "a b", "é", "a\x00", "\x7f", "a\nb", "x" * 1100, ",".join("a" * 17)))],
+)  # fmt: skip
+def test_a_header_names_what_the_body_would_or_is_refused(values, named):
+    if named is None:
+        with pytest.raises(Refusal, match="X-Cartridges") as caught:
+            read_header(values)
+        assert caught.value.status == 400
         return
-    assert list(named) == [part.strip() for part in ",".join(values).split(",") if values]
+    assert read_header(values) == named
     chosen = Router(from_mapping({})).choose({}, None, None, None, named)
     assert chosen == read_references({"cartridges": list(named) or None}, None)
-    assert all(name.isascii() and name.isprintable() and "," not in name for name in named)
 
 
 NAMED = {"cartridges": ["a"]}
@@ -121,6 +111,7 @@ AUDIO, SOUND = "/v1/audio/transcriptions", {"file": ("a.wav", b"cartridges", "au
 ROUTED = [
     ({}, "/v1/completions/", {"json": NAMED}, 400),  # another path is another route
     ({}, "/v1/completions", {"json": NAMED}, 200),
+    ({}, "/anything", {"json": {"catridges": ["a"]}}, 400),
     ({}, "/tokenize", {"headers": {"X-Cartridges": "a"}}, 400),
     *(({}, AUDIO, {"files": SOUND, "data": data}, status) for data, status in ((NAMED, 400), ({"model": "m"}, 200))),
     *((values, path, {"json": body}, status) for values, path, body, status in (

@@ -41,10 +41,9 @@ def test_a_field_that_stands_in_another_object_is_found(place, name):
     assert misnamed.find(fields, READ) == f"{place}.{name}"
 
 
-def test_a_field_of_a_message_is_found():
-    message = {"role": "user", "content": "x", "cartridges": ["a"]}
-    assert misnamed.find({"messages": [message]}, READ) == "messages[].cartridges"
-    assert misnamed.find({"input": [message]}, READ) == "input[].cartridges"
+@pytest.mark.parametrize("field", ["messages", "input"])
+def test_a_field_of_a_message_is_found(field):
+    assert misnamed.find({field: [{"role": "user", "cartridges": ["a"]}]}, READ) == f"{field}[].cartridges"
 
 
 def test_words_of_the_users_own_are_none_of_our_business():

@@ -12,9 +12,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import settings as examples
-from hypothesis import strategies as st
 from making import make_artifact, make_fingerprint, make_rope
 from waiting import Clock
 
@@ -158,22 +155,6 @@ def test_what_is_malformed_stalls_the_engine_or_names_anothers_kv_is_refused_by_
     status, said = refused(read_references, fields, params)
     assert (status, said[: len(place)]) == (400, place)
     assert len(said) < 300
-
-
-_json = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
-    max_leaves=8,
-)
-
-
-@examples(max_examples=150, deadline=None)
-@given(cartridges=_json, params=st.none() | st.dictionaries(st.sampled_from(["cartridge_id", TAG]) | st.text(), _json))
-def test_any_json_at_all_is_read_or_refused(cartridges, params):
-    try:
-        assert all(isinstance(each, Reference) for each in read_references({"cartridges": cartridges}, params))
-    except Refusal as refusal:
-        assert refusal.status == 400
 
 
 # What names stand for.
