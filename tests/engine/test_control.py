@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from homes import STILL
 from making import make_artifact
-from waiting import run_threads, until
+from waiting import until
 
 from lmcache_cartridge.engine import client, control, frames
 from lmcache_cartridge.engine.client import ControlClient, RemoteClaim
@@ -197,26 +197,6 @@ def test_a_rank_that_dies_in_a_call_is_an_error_and_one_that_takes_its_place_is_
     assert [rank["rank"] for rank in workers.call("status")] == [0, 1]
 
 
-# Many callers.
-
-
-def test_threads_get_their_own_answers(workers, home, store):
-    sizes = {home.make(f"d{n}", positions=16 * n, seed=n).manifest.digest: n for n in range(1, 5)}
-    store.refresh()
-
-    def work(number: int) -> None:
-        digest = list(sizes)[number % 4]
-        for turn in range(10):
-            claim = RemoteClaim(workers, digest, {})
-            assert claim.begin().result()[0]["chunks"] == sizes[digest]
-            with pytest.raises(CartridgeError, match=f"m{number}x{turn}"):
-                workers.call(f"m{number}x{turn}")
-            claim.release()
-
-    run_threads(16, work)
-    until(lambda: store.cpu.stats().held == 0)
-
-
 def test_a_claim_that_nobody_refers_to_or_that_is_released_while_it_is_asked_for_holds_nothing(workers, store, made):
     for _ in range(40):
         request: list[Any] = [_claimed(workers, made.manifest.digest)]
@@ -238,7 +218,7 @@ def test_a_claim_that_nobody_refers_to_or_that_is_released_while_it_is_asked_for
 def test_an_interrupted_call_leaves_no_answer_for_the_next(workers, store, made, monkeypatch):
     release = threading.Event()
     monkeypatch.setattr(store, "unpin", lambda digest: release.wait(20))
-    threading.Timer(0.1, signal.pthread_kill, [threading.get_ident(), signal.SIGINT]).start()
+    threading.Timer(0.3, signal.pthread_kill, [threading.get_ident(), signal.SIGINT]).start()
     with pytest.raises(KeyboardInterrupt):
         workers.call("unpin", made.manifest.digest)
     release.set()

@@ -14,6 +14,7 @@ import pytest
 import torch
 from blocks import Blocks, quietly, vllm_config
 from families import FAMILIES, ROTATING, make_model
+from homes import CHUNK_BYTES
 from inprocess import CHUNK, StockConnector, lmcache_config, lmcache_engine, lmcache_metadata, plugin
 from safetensors.torch import load_file, save_file
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -29,8 +30,8 @@ from vllm.v1.kv_cache_interface import (
 
 from lmcache_cartridge.artifact.model import Fingerprint
 from lmcache_cartridge.cli.recall import MODEL_DIR
+from lmcache_cartridge.engine import backend, refusals
 from lmcache_cartridge.engine import describe as engines
-from lmcache_cartridge.engine import refusals
 from lmcache_cartridge.engine.backend import CartridgeBackend
 from lmcache_cartridge.engine.contract import CONTROL, NULL_BLOCK
 from lmcache_cartridge.engine.forms import SKIP_SAVING
@@ -38,6 +39,10 @@ from lmcache_cartridge.engine.inject import EngineWriteConnector
 from lmcache_cartridge.errors import UnsupportedEngine, UnsupportedModel
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.settings import Settings, from_mapping
+
+with quietly():
+    from lmcache_cartridge.engine.connector import CartridgeConnector
+    from lmcache_cartridge.engine.mp_connector import CartridgeMPConnector
 
 ROPE = {
     "default": {"rope_theta": 5e5},
@@ -115,15 +120,24 @@ def test_a_vllm_that_is_not_safe_is_refused_with_the_reason(make, reason):
 
 def test_the_block_that_requests_share_is_lost_by_none_of_them(monkeypatch):
     """Where windows have left positions behind, a request whose KV is lost would end all others with it."""
-    with quietly():
-        from lmcache_cartridge.engine.connector import CartridgeConnector
-        from lmcache_cartridge.engine.mp_connector import CartridgeMPConnector
     assert NULL_BLOCK == NULL_BLOCK_ID
     for connector in (CartridgeConnector, CartridgeMPConnector):
         one, theirs = connector.__new__(connector), connector.__mro__[3]
         one.failed = {NULL_BLOCK, 5}
         monkeypatch.setattr(theirs, "get_block_ids_with_load_errors", lambda self: {NULL_BLOCK, 6})
         assert one.get_block_ids_with_load_errors() == {5, 6}
+
+
+@pytest.mark.parametrize(("may_sleep", "device_chunks"), [(True, 4), (False, 4), (True, 0)])
+def test_a_device_tier_is_refused_where_vllm_may_sleep(home, monkeypatch, may_sleep, device_chunks):
+    """On a CPU none ever does."""
+    store = home.open(chunks=4, settings={"device_bytes": device_chunks * CHUNK_BYTES})
+    monkeypatch.setattr(backend, "stores", lambda: [store])
+    connector = CartridgeConnector.__new__(CartridgeConnector)
+    connector._config = _changed(enable_sleep_mode=may_sleep)
+    refused = pytest.raises(UnsupportedEngine, match="`device_bytes: 0`")
+    with refused if may_sleep and device_chunks else nullcontext():
+        connector._check_sleep()
 
 
 def test_experts_are_no_layers_that_cache():

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import torch
 from families import FAMILIES, MAX_MODEL_LEN, ROTATING, chain, make_model, write
+from quantising import quantised
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -29,6 +30,7 @@ from lmcache_cartridge.artifact.model import Fingerprint, check_shift, rotating_
 from lmcache_cartridge.artifact.reading import load_manifest
 from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.cli.making import load_for
+from lmcache_cartridge.cli.recall import MODEL_DIR, SHEETS_DIR
 from lmcache_cartridge.errors import ArtifactError, UnsupportedModel
 from lmcache_cartridge.make import model as make_model_module
 from lmcache_cartridge.make import prefill
@@ -290,3 +292,25 @@ def test_a_checkpoint_without_some_weights_is_refused(tmp_path):
     save_file(weights, file, metadata={"format": "pt"})
     with pytest.raises(UnsupportedModel, match="lacks 1 of .* weights, model.layers.1.mlp.up_proj.weight"):
         CausalModel(str(directory))
+
+
+NAMES = {
+    "W8A8": "compressed-tensors int-quantized", "W4A16": "compressed-tensors pack-quantized", "GPTQ": "gptq 4", "AWQ": "awq 4",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", NAMES)
+def test_how_weights_are_quantised_is_in_the_fingerprint(tmp_path, form):
+    given = MODEL_DIR, quantised(form, tmp_path / form)
+    plain, shape = (CausalModel(str(path), weights=False).fingerprint for path in given)
+    assert f"quantisation: none, not {NAMES[form]}" in plain.differences(shape)
+    assert plain.differences(shape, weights=False) == []
+
+
+@pytest.mark.parametrize(("form", "needs"), [("GPTQ", "optimum"), ("AWQ", "gptqmodel")])
+def test_a_model_that_transformers_cannot_compute_is_refused_with_the_way_to_build_it(tmp_path, capsys, form, needs):
+    model, sheet = str(quantised(form, tmp_path / form)), str(SHEETS_DIR / "ward-a.txt")
+    assert main(["build", "--home", str(tmp_path), "--model", model, "--document", sheet, "--id", "a"])
+    said = capsys.readouterr().err
+    assert all(part in said for part in (NAMES[form], needs, "`build --url URL`"))
+    assert not (tmp_path / "cartridges").exists()
