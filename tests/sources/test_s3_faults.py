@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from typing import Any
 
 import pytest
 from faulty_proxy import (
@@ -50,18 +51,29 @@ def location(s3_credentials, bucket):
 
 
 @pytest.fixture
-def source(proxy):
-    source = S3Source(endpoint_url=proxy.endpoint, part_bytes=PART, connections=4, backoff_s=0.01)
-    yield source
-    source.close()
+def opened(proxy):
+    """Return a function that opens a source, which is closed at the end."""
+    sources: list[S3Source] = []
+
+    def open_source(**how: Any) -> S3Source:
+        given = {"part_bytes": PART, "connections": 4, "backoff_s": 0.01} | how
+        sources.append(S3Source(endpoint_url=proxy.endpoint, **given))
+        return sources[-1]
+
+    yield open_source
+    for source in sources:
+        source.close()
 
 
 @pytest.fixture
-def hasty(proxy):
+def source(opened):
+    return opened()
+
+
+@pytest.fixture
+def hasty(opened):
     """A source whose reads may take a second."""
-    source = S3Source(endpoint_url=proxy.endpoint, part_bytes=PART, connections=4, backoff_s=0.01, timeout_s=1)
-    yield source
-    source.close()
+    return opened(timeout_s=1)
 
 
 def _read(source: S3Source, location: str, start: int = 0, end: int = SIZE) -> bytes:
@@ -128,8 +140,8 @@ def test_an_answer_that_stays_the_same_is_not_asked_for_again(proxy, source, loc
         ("read", trickle(0.05)), ("size", silence),
     ],
 )  # fmt: skip
-def test_a_read_ends_by_its_deadline_however_slow_the_server(proxy, location, call, fault):
-    source = S3Source(endpoint_url=proxy.endpoint, part_bytes=PART, connections=4, attempts=10**6, timeout_s=1)
+def test_a_read_ends_by_its_deadline_however_slow_the_server(proxy, opened, location, call, fault):
+    source = opened(attempts=10**6, timeout_s=1)
     proxy.always = fault
     calls: dict[str, Callable[[], object]] = {
         "read_into": lambda: _read(source, location), "read": lambda: source.read(location, "payload", SIZE),
@@ -139,21 +151,19 @@ def test_a_read_ends_by_its_deadline_however_slow_the_server(proxy, location, ca
     with pytest.raises(SourceTimeout, match=said):
         calls[call]()
     assert 0.9 < time.monotonic() - began < SOON_S
-    source.close()
 
 
-def test_reads_that_share_a_slow_link_take_as_long_as_it_needs(proxy, location):
-    source = S3Source(endpoint_url=proxy.endpoint, part_bytes=PART, connections=4, attempts=1, timeout_s=5)
-    # All four take eight seconds, and one may wait two of them for a part of another.
-    proxy.always = Link(1 << 19)
+def test_reads_that_share_a_slow_link_take_as_long_as_it_needs(proxy, opened, location):
+    source = opened(attempts=1, timeout_s=3)
+    # All four take four seconds, and one may wait one of them for a part of another.
+    proxy.always = Link(1 << 20)
     got: list[bytes] = []
     run_threads(4, lambda _: got.append(_read(source, location)), timeout_s=120)
     assert got == [CONTENT] * 4
-    source.close()
 
 
-def test_reads_that_wait_for_those_that_hang_end_with_them(proxy, location):
-    source = S3Source(endpoint_url=proxy.endpoint, part_bytes=PART, connections=1, attempts=1, timeout_s=1)
+def test_reads_that_wait_for_those_that_hang_end_with_them(proxy, opened, location):
+    source = opened(connections=1, attempts=1, timeout_s=1)
     proxy.always = silence
 
     def read(_: int) -> None:
@@ -163,7 +173,6 @@ def test_reads_that_wait_for_those_that_hang_end_with_them(proxy, location):
     began = time.monotonic()
     run_threads(40, read, timeout_s=60)
     assert time.monotonic() - began < SOON_S, "not one after the other"
-    source.close()
 
 
 def test_nothing_is_written_to_a_buffer_after_its_read_ended(proxy, hasty, location):
@@ -203,25 +212,23 @@ def test_a_server_that_ignores_ranges_or_sends_others_is_found_out(proxy, source
     until(lambda: proxy.open_now == 0)
 
 
-def test_a_server_that_ignores_ranges_may_answer_for_the_whole(proxy, location):
-    source = S3Source(endpoint_url=proxy.endpoint, part_bytes=2 * SIZE)
+def test_a_server_that_ignores_ranges_may_answer_for_the_whole(proxy, opened, location):
+    source = opened(part_bytes=2 * SIZE)
     proxy.always = range_ignored(CONTENT)
     assert _read(source, location) == CONTENT
     with pytest.raises(TruncatedPayload, match=f"ends at byte {SIZE}, 1 bytes early"):
         _read(source, location, 0, SIZE + 1)
-    source.close()
 
 
 @pytest.mark.parametrize("fault", [trickle(0.05), endless], ids=["trickle", "endless"])
-def test_no_more_than_its_limit_is_read_of_a_small_file(proxy, location, fault):
-    source, proxy.always = S3Source(endpoint_url=proxy.endpoint), fault
+def test_no_more_than_its_limit_is_read_of_a_small_file(proxy, source, location, fault):
+    proxy.always = fault
     with pytest.raises(SourceError, match="more than the 10 bytes"):
         source.read(location, "payload", 10)
-    source.close()
 
 
-def test_a_server_that_is_killed_and_comes_back_while_it_is_read_is_not_noticed(proxy, s3_server, location):
-    source = S3Source(endpoint_url=proxy.endpoint, part_bytes=1 << 16, connections=2)
+def test_a_server_that_is_killed_and_comes_back_while_it_is_read_is_not_noticed(proxy, opened, s3_server, location):
+    source = opened(part_bytes=1 << 16, connections=2, backoff_s=0.1)
     proxy.always = trickle(0.01, 8192)
     with ThreadPoolExecutor(1) as threads:
         reading = threads.submit(_read, source, location)
@@ -233,7 +240,6 @@ def test_a_server_that_is_killed_and_comes_back_while_it_is_read_is_not_noticed(
         finally:
             s3_server.start()
         assert reading.result(60) == CONTENT
-    source.close()
 
 
 def test_connections_and_threads_are_bounded_whatever_happens(proxy, source, location):
