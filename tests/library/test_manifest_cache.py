@@ -199,11 +199,6 @@ def test_an_artefact_that_is_not_sound_makes_no_copy(remote):
     assert remote.cache().fetch(remote.location)
 
 
-def test_a_cartridge_of_few_ids_has_none_to_fetch(remote):
-    remote.put(positions=32)
-    assert list(files_under(remote.cache().fetch(remote.location))) == [MANIFEST]
-
-
 def test_threads_and_processes_get_the_same_copy(remote):
     remote.put()
     caches = [remote.cache() for _ in range(4)]  # as many processes would; they share nothing but the directory

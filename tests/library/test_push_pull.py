@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from commands import Cli
 from faulty_proxy import flipped, reset, trickle
-from making import files_under, flip_bit, make_artifact, make_fingerprint
+from making import files_under, make_artifact, make_fingerprint
 from s3 import both
 from waiting import run_threads, until
 
@@ -168,12 +168,6 @@ def test_other_content_is_replaced_by_force_only(here, there, remote, pushed):
     assert remote.files() == _bytes(pushed)
     here.json("publish", "doc", remote.location, "--force")
     assert _bytes(_pulled(there, remote)) == _bytes(new)
-
-
-def test_a_corrupt_cartridge_is_not_pushed(here, remote):
-    flip_bit(_registered(here) / PAYLOAD, 9000)
-    assert "cartridge doc@1: chunk" in _refused(here, "publish", "doc", remote.location)
-    assert remote.files() == {}
 
 
 @pytest.mark.parametrize("broken", [MANIFEST, PAYLOAD, "token_ids.npy"])

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 from homes import Home, catalog_of, chunk_bytes, lent, prompt_for, read
-from making import flip_bit, make_artifact, make_fingerprint, make_ids, make_rope, sha256_hasher
+from making import flip_bit, make_artifact, make_fingerprint, make_ids, sha256_hasher
 from waiting import run_threads, until
 
 from lmcache_cartridge.artifact import reading
@@ -113,17 +113,6 @@ def test_manifests_of_what_is_used_stay_and_of_others_are_read_again(home, opene
     assert reads == [home.root(name) for name in "abc"]
     home.check_served(store, "b")
     assert reads[3:] == [home.root("b")]
-
-
-def test_a_chain_of_what_was_not_read_yet_is_served(home, opened):
-    shape = make_fingerprint(rope=msgspec.structs.replace(make_rope(), pairing="half"))
-    made = [home.make(name, positions=32, seed=seed, fingerprint=shape) for seed, name in enumerate("ab")]
-    _start_once(home, opened, fingerprint=shape)
-    tag = ".".join(one.manifest.digest for one in made)
-    claim = read(opened(fingerprint=shape).claim(tag, {}))
-    until(lambda: claim.poll().ready)
-    assert claim.poll().chunks == 4
-    claim.close()
 
 
 # Another engine, another registry.
