@@ -97,13 +97,8 @@ class Blocks:
     writing numbered elements through vLLM's own write op and seeing where each one lands.
     """
 
-    def __init__(
-        self, config: VllmConfig, blocks: int, *, layers: int | None = None, window: int | None = None
-    ) -> None:
-        """Make the layers of the configured model, or `layers` of them, with `blocks` blocks each.
-
-        With `window` they look back so many tokens.
-        """
+    def __init__(self, config: VllmConfig, blocks: int, *, layers: int | None = None) -> None:
+        """Make the layers of the configured model, or `layers` of them, with `blocks` blocks each."""
         model, parallel = config.model_config, config.parallel_config
         heads, self.size = model.get_num_kv_heads(parallel), model.get_head_size()
         names = [f"model.layers.{i}.self_attn.attn" for i in range(layers or model.get_num_layers(parallel))]
@@ -112,7 +107,7 @@ class Blocks:
             self.layers = {
                 name: Attention(
                     model.get_num_attention_heads(parallel), self.size, self.size**-0.5, num_kv_heads=heads,
-                    cache_config=config.cache_config, prefix=name, per_layer_sliding_window=window,
+                    cache_config=config.cache_config, prefix=name,
                 )
                 for name in names
             }  # fmt: skip

@@ -177,25 +177,25 @@ def test_layers_with_blocks_of_their_own_are_refused_unless_lmcaches_server_move
     )
 
 
+@pytest.mark.parametrize(
+    ("role", "extra", "policy", "skips", "reason"),
+    [
+        ("kv_both", {}, "fail", "", "layers have a sliding window.*--no-save"), ("kv_consumer", {}, "fail", "", None),
+        ("kv_both", {}, "fail", "1", None),
+        ("kv_both", _BESIDE, "fail", "1", "--no-save"),  # LMCache's server knows no such variable
+        ("kv_consumer", {}, "recompute", "", "layers have a sliding window.*kv_load_failure_policy"),
+    ],
+)  # fmt: skip
 def test_nothing_is_saved_or_computed_again_of_a_model_whose_every_layer_gives_its_blocks_up(
-    monkeypatch,
+    monkeypatch, role, extra, policy, skips, reason
 ):
-    both, only = (vllm_config(transfer={"kv_role": role}) for role in ("kv_both", "kv_consumer"))
-    longest = both.model_config.max_model_len
-    sliding = _cached(SlidingWindowSpec(**_BLOCKS, sliding_window=longest - 1))
-    with pytest.raises(UnsupportedEngine, match="layers have a sliding window.*--no-save"):
-        engines.check_vllm(both, sliding)
-    engines.check_vllm(only, sliding)
-    beside = vllm_config(transfer={"kv_role": "kv_both", "kv_connector_extra_config": _BESIDE})
-    with monkeypatch.context() as patched:
-        patched.setenv(SKIP_SAVING, "1")
-        engines.check_vllm(both, sliding)
-        with pytest.raises(UnsupportedEngine, match="--no-save"):  # LMCache's server knows no such variable
-            engines.check_vllm(beside, sliding)
-    recomputes = vllm_config(transfer={"kv_role": "kv_consumer", "kv_load_failure_policy": "recompute"})
-    with pytest.raises(UnsupportedEngine, match="layers have a sliding window.*kv_load_failure_policy"):
-        engines.check_vllm(recomputes, sliding)
-    engines.check_vllm(both, _cached(SlidingWindowSpec(**_BLOCKS, sliding_window=longest)))  # and so gives up none
+    monkeypatch.setenv(SKIP_SAVING, skips)
+    transfer = {"kv_role": role, "kv_connector_extra_config": extra, "kv_load_failure_policy": policy}
+    config = vllm_config(transfer=transfer)
+    longest = config.model_config.max_model_len
+    with pytest.raises(UnsupportedEngine, match=reason) if reason else nullcontext():
+        engines.check_vllm(config, _cached(SlidingWindowSpec(**_BLOCKS, sliding_window=longest - 1)))
+    engines.check_vllm(config, _cached(SlidingWindowSpec(**_BLOCKS, sliding_window=longest)))  # and so gives up none
 
 
 @pytest.mark.parametrize(
