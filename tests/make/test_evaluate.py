@@ -19,13 +19,11 @@ from serving import serving
 from tqdm import tqdm
 
 from lmcache_cartridge.artifact.manifest import Provenance
-from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.cli.recall import MODEL_DIR
 from lmcache_cartridge.errors import SourceError
 from lmcache_cartridge.library.registry import Registry
-from lmcache_cartridge.make.ask import WAYS, ModelAsker
+from lmcache_cartridge.make.ask import WAYS
 from lmcache_cartridge.make.evaluate import Answer, interval, report, rows, same
-from lmcache_cartridge.make.progress import silent
 from lmcache_cartridge.make.questions import Question, save, self_study, server_writer
 from lmcache_cartridge.make.server import PROMPT, Server, read_score
 from lmcache_cartridge.make.train.initial import prefilled
@@ -49,32 +47,25 @@ class Home(NamedTuple):
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    path = tmp_path_factory.mktemp("home")
-    made = school(tokens=150)
-    registry = Registry(path / "registry.sqlite")
-    positions = len(made.ids) // 2 // CHUNK * CHUNK
-    kv = prefilled(made.model, made.ids)[:, :, :positions]
+    """Beside those `poison`, a prefilled cartridge of the document whose KV is nothing: injected, it would ruin every answer."""
+    path, made = tmp_path_factory.mktemp("home"), school(tokens=150)
+    kv, positions = prefilled(made.model, made.ids), len(made.ids) // 2 // CHUNK * CHUNK
+    registry, roots = Registry(path / "registry.sqlite"), path / "cartridges"
     for name, document in (("half", made.ids), ("bare", None)):
         write_trained(
-            made.model, kv, path / "cartridges" / name, Provenance(tool="test", created="2026-01-01T00:00:00Z"),
+            made.model, kv[:, :, :positions], roots / name, Provenance(tool="test", created="2026-01-01T00:00:00Z"),
             cartridge_id=name, version=1, chunk_tokens=CHUNK, document_ids=document,
         )  # fmt: skip
-        registry.register(path / "cartridges" / name)
-    _register_poison(registry, path / "cartridges" / "poison", made)
+    make_artifact(roots / "poison", positions=len(made.ids), cartridge_id="poison", fingerprint=made.model.fingerprint,
+                  token_ids=made.ids, kv=torch.zeros_like(kv, dtype=torch.bfloat16))  # fmt: skip
+    for name in ("half", "bare", "poison"):
+        registry.register(roots / name)
     (path / "sheet.txt").write_text(made.document.text)
     facts = made.document.facts
     save([Question(ask(f, 0).removeprefix("Q: ").removesuffix(" A:"), f.value) for f in facts], path / "q.jsonl")
     head = made.model.tokenizer.decode(made.ids[:positions])
     inside = sum(made.document.text.index(fact.patient) < len(head) - 40 for fact in facts)
     return Home(path, made, path / "q.jsonl", inside)
-
-
-def _register_poison(registry: Registry, root: Path, made: School) -> None:
-    """Register a prefilled cartridge of the document whose KV is nothing: injected, it would ruin every answer."""
-    kv = torch.zeros_like(torch.cat(list(made.model.prefill(made.ids, 512)), dim=2), dtype=torch.bfloat16)
-    make_artifact(root, positions=len(made.ids), cartridge_id="poison", fingerprint=made.model.fingerprint,
-                  token_ids=made.ids, kv=kv, chunk_tokens=CHUNK)  # fmt: skip
-    registry.register(root)
 
 
 @pytest.fixture(scope="module")
@@ -93,11 +84,11 @@ def evaluate(home):
     return run
 
 
-def _few(home: Home, count: int) -> str:
-    """Return a file of the first questions."""
-    few = home.path / f"{count}.jsonl"
-    few.write_text("".join(home.questions.read_text().splitlines(keepends=True)[:count]))
-    return str(few)
+@pytest.fixture
+def few(home, tmp_path):
+    """The first questions alone."""
+    (tmp_path / "few.jsonl").write_text("".join(home.questions.read_text().splitlines(keepends=True)[:5]))
+    return tmp_path / "few.jsonl"
 
 
 def _exact(ran: Ran) -> dict[str, float]:
@@ -109,6 +100,7 @@ def _exact(ran: Ran) -> dict[str, float]:
 
 
 def test_the_model_here_and_a_real_server_give_the_same_answers(home, evaluate, server, tmp_path):
+    answers = []
     for name, where in (("server", ("--url", server)), ("here", ("--model", MODEL))):
         exact = _exact(evaluate("half", *where, "--format", "json", "--output", tmp_path / name))
         assert list(exact) == list(WAYS)
@@ -116,17 +108,11 @@ def test_the_model_here_and_a_real_server_give_the_same_answers(home, evaluate, 
         assert exact["document"] >= 0.95
         share = home.inside / len(home.school.document.facts)
         assert share - 0.05 <= exact["cartridge"] <= share + 0.3, "what its half knows"
-    answers = [
-        {
-            way: [(a["question"], a["got"]) for a in given]
-            for way, given in json.loads(path.read_text())["answers"].items()
-        }
-        for path in (tmp_path / "server" / "evaluation.json", tmp_path / "here" / "evaluation.json")
-    ]
+        answers.append(json.loads((tmp_path / name / "evaluation.json").read_text())["answers"])
     for way in WAYS:
-        different = [pair for pair in zip(answers[0][way], answers[1][way], strict=True) if pair[0] != pair[1]]
-        sure = way == "document"
-        assert len(different) <= (0 if sure else len(answers[0][way]) // 4), "only guesses may round otherwise"
+        pairs = list(zip(*(of[way] for of in answers), strict=True))
+        different = [1 for one, other in pairs if (one["question"], one["got"]) != (other["question"], other["got"])]
+        assert len(different) <= (0 if way == "document" else len(pairs) // 4), "only guesses may round otherwise"
 
 
 def test_the_document_is_computed_though_the_server_has_a_cartridge_of_it(home, evaluate, server):
@@ -149,59 +135,28 @@ def test_raw_text_can_be_asked_too(home, evaluate, server, tmp_path):
         assert _exact(ran)["document"] == 1.0
 
 
-def test_the_ways_differ_in_the_prefix_only(home):
-    school = home.school
-    lengths: dict[str, list[int]] = {}
-    kv = prefilled(school.model, school.ids)[:, :, :CHUNK]
-    asker = ModelAsker(school.model, school.ids, kv, "chat")
-    for way in WAYS:
-        seen = lengths.setdefault(way, [])
-        hook = school.model.model.register_forward_pre_hook(
-            lambda module, args, kwargs, seen=seen: seen.append(
-                (kwargs["input_ids"].shape[1], kwargs["past_key_values"].get_seq_length())
-            ),
-            with_kwargs=True,
-        )
-        asker.ask(way, ["ward of Mora?"], 1, silent)
-        hook.remove()
-    own = len(school.model.question_ids("ward of Mora?", "chat"))
-    assert lengths["no prefix"] == [(1 + own, 0)]
-    assert lengths["document"][-1] == (own, len(school.ids))
-    assert lengths["cartridge"] == [(own, CHUNK)]
-
-
 # What is told.
 
 
-def test_people_get_a_table_and_files(home, evaluate, tmp_path):
-    ran = evaluate("half", "--model", MODEL, "--questions", _few(home, 5), "--output", tmp_path / "out")
-    assert ran.status == 0
-    heading, _, *lines = ran.out.splitlines()
-    assert heading.split() == ["asked", "with", "exact", "answers", "share", "95%", "interval"]
-    assert [line.split("  ")[0] for line in lines] == list(WAYS)
+def test_people_get_a_table_and_files(evaluate, few, tmp_path):
+    ran = evaluate("half", "--model", MODEL, "--questions", few, "--output", tmp_path / "out")
+    lines = ran.out.splitlines()[2:]
+    assert ran.status == 0 and [line.split("  ")[0] for line in lines] == list(WAYS)
     assert "5/5" in lines[1] and "56.6% to 100.0%" in lines[1]
     written = json.loads((tmp_path / "out" / "evaluation.json").read_text())
     assert written["questions"] == 5
     assert all(a["exact"] == same(a["got"], a["expected"]) for given in written["answers"].values() for a in given)
 
 
-@pytest.mark.parametrize(
-    ("name", "argv", "word"),
-    [
-        ("nobody", ("--model", MODEL), "nobody"),
-        ("bare", ("--model", MODEL), "bare@1 carries no text of its document; give --document"),
-        ("half", ("--model", MODEL, "--document", MODEL_DIR / "model.safetensors"), "is no UTF-8 text"),
-        ("half", ("--model", "nowhere"), "nowhere is neither a directory"),
-        ("half", ("--url", f"http://127.0.0.1:{free_port()}"), "Connect"),
-        ("half", ("--url", "nonsense"), "nonsense"),
-    ],
-)
-def test_what_cannot_be_evaluated_is_one_line(evaluate, name, argv, word):
-    ran = evaluate(name, *argv)
-    assert (ran.status, ran.out) == (1, "")
-    assert ran.err.startswith("lmcache-cartridge: ")
-    assert ran.err.count("\n") == 1
-    assert word in ran.err
+@pytest.mark.parametrize(("name", "where", "said"), [
+    ("nobody", ("--model", MODEL), "nobody"), ("bare", ("--model", MODEL), "bare@1 carries no text of its document; give --document"),
+    ("half", ("--model", MODEL, "--document", MODEL_DIR / "model.safetensors"), "is no UTF-8 text"),
+    ("half", ("--model", "nowhere"), "nowhere is neither a directory"),
+    ("half", ("--url", f"http://127.0.0.1:{free_port()}"), "Connect"), ("half", ("--url", "nonsense"), "nonsense"),
+])  # fmt: skip
+def test_what_cannot_be_evaluated_is_one_line(home, name, where, said):
+    told = Cli(home.path).refused("evaluate", name, "--questions", home.questions, *where)
+    assert told.startswith("lmcache-cartridge: ") and told.count("\n") == 1 and said in told
 
 
 def test_a_question_without_an_answer_is_compared_with_what_the_document_says(home, evaluate, tmp_path):
@@ -215,16 +170,11 @@ def test_a_question_without_an_answer_is_compared_with_what_the_document_says(ho
     assert given["document"] == compared["document"] == 1.0 and given == compared
 
 
-def test_a_cartridge_unknown_to_the_server_is_one_line(evaluate, server, home):
-    kv = prefilled(home.school.model, home.school.ids)[:, :, :CHUNK]
-    other = home.path / "other"
-    root = other / "cartridges" / "new"
-    write_trained(home.school.model, kv, root, Provenance(tool="test", created="2026-01-01T00:00:00Z"),
-                  cartridge_id="new", version=1, chunk_tokens=CHUNK, document_ids=home.school.ids)  # fmt: skip
-    Registry(other / "registry.sqlite").register(root)
-    ran = evaluate("new", "--home", other, "--url", server)
-    assert ran.status == 1
-    assert "answered 404" in ran.err
+def test_a_cartridge_unknown_to_the_server_is_one_line(evaluate, server, home, tmp_path):
+    make_artifact(tmp_path / "new", positions=32, cartridge_id="new")
+    Registry(tmp_path / "registry.sqlite").register(tmp_path / "new")
+    ran = evaluate("new", "--home", tmp_path, "--url", server, "--document", home.path / "sheet.txt")
+    assert ran.status == 1 and "answered 404" in ran.err
 
 
 @pytest.mark.parametrize(
@@ -266,23 +216,17 @@ def test_a_score_is_read_only_where_there_is_exactly_one(reply, score):
 
 def test_unjudged_answers_are_counted_and_left_out_of_the_mean():
     answers = [Answer("q", "a", "a", 5), Answer("q", "a", "b", 2), Answer("q", "a", "c", None)]
-    found = report("x@1", {"document": answers, "cartridge": [Answer("q", "a", "c", None)] * 3}, "some-model")
+    found = report("x@1", {"document": answers, "cartridge": answers[2:] * 3}, "some-model")
     assert found["ways"]["document"] == {"exact": 1 / 3, "interval": interval(1 / 3, 3), "judged": 3.5, "unjudged": 1}
-    assert found["ways"]["cartridge"]["judged"] is None
-    assert [row["judge, 0 to 5"] for row in rows(found)] == ["3.50", "none"]
-    assert [row["not judged"] for row in rows(found)] == ["1", "3"]
+    assert [(row["judge, 0 to 5"], row["not judged"]) for row in rows(found)] == [("3.50", "1"), ("none", "3")]
 
 
-def test_a_judge_that_gives_no_numbers_is_reported_as_such(home, evaluate, server):
+def test_a_judge_that_gives_no_numbers_is_reported_as_such(evaluate, few, server):
     """A real server, but the shipped model cannot judge: it replies with words of a ward sheet."""
-    ran = evaluate(
-        "half", "--model", MODEL, "--questions", _few(home, 3), "--judge-url", f"{server}/v1", "--format", "json"
-    )
-    assert ran.status == 0
-    found = json.loads(ran.out)
+    asked = ("--model", MODEL, "--questions", few, "--judge-url", f"{server}/v1", "--format", "json")
+    found = json.loads(evaluate("half", *asked).out)
     assert found["judge"] == MODEL
-    for way in found["ways"].values():
-        assert way["unjudged"] == 3 or way["judged"] is not None
+    assert all(way["unjudged"] == 5 or way["judged"] is not None for way in found["ways"].values())
 
 
 def _says(text: str | None) -> Callable[[Request], Reply]:
@@ -291,30 +235,26 @@ def _says(text: str | None) -> Callable[[Request], Reply]:
     return lambda request: Reply(body={"tokens": [5, 6], "choices": choices})
 
 
-def test_each_server_is_shown_its_own_key_and_no_other(tmp_path, monkeypatch):
-    roles = ("OPENAI", "VLLM", "JUDGE", "WRITER")
+@pytest.mark.parametrize("has_keys", [True, False])
+def test_each_server_is_shown_its_own_key_and_no_other(tmp_path, monkeypatch, has_keys):
+    for role in ("OPENAI", *(("VLLM", "JUDGE", "WRITER") if has_keys else ())):
+        monkeypatch.setenv(f"{role}_API_KEY", role)
     make_artifact(tmp_path / "doc", positions=32, cartridge_id="doc")
     registry = Registry(tmp_path / "registry.sqlite")
     registry.register(tmp_path / "doc")
     save([Question("who?", "x")], tmp_path / "q.jsonl")
-    options = ["--questions", str(tmp_path / "q.jsonl"), "--home", str(tmp_path)]
     with (
         Stub("server", _says("x")) as server, Stub("judge", _says("4")) as judge,
         Stub("writer", _says("Question: who?")) as writer,
     ):  # fmt: skip
-        for has_keys in (True, False):
-            for role in roles:
-                monkeypatch.setenv(f"{role}_API_KEY", role)
-                if not has_keys and role != "OPENAI":
-                    monkeypatch.delenv(f"{role}_API_KEY")
-            assert main(["evaluate", "doc", *options, "--url", server.url, "--judge-url", judge.url]) == 0
-            task = Task(model="m", document=tmp_path, id="doc", self_study=1, writer_url=writer.url)
-            job = Job(task, from_mapping({"home": tmp_path}), registry, say=print, bar=partial(tqdm, disable=True))
-            assert job._gather(None, "A text of some words.", "text") == [Question("who?")]
-            for stub, role in ((server, "VLLM"), (judge, "JUDGE"), (writer, "WRITER")):
-                shown = {request.headers.get("authorization") for request in stub.requests}
-                assert shown == {f"Bearer {role}" if has_keys else None}
-                stub.requests.clear()
+        asked = ("--questions", tmp_path / "q.jsonl", "--url", server.url, "--judge-url", judge.url)
+        assert Cli(tmp_path)("evaluate", "doc", *asked).status == 0
+        task = Task(model="m", document=tmp_path, id="doc", self_study=1, writer_url=writer.url)
+        job = Job(task, from_mapping({"home": tmp_path}), registry, say=print, bar=partial(tqdm, disable=True))
+        assert job._gather(None, "A text of some words.", "text") == [Question("who?")]
+        for stub, role in ((server, "VLLM"), (judge, "JUDGE"), (writer, "WRITER")):
+            shown = {request.headers.get("authorization") for request in stub.requests}
+            assert shown == {f"Bearer {role}" if has_keys else None}
 
 
 def test_the_judge_is_shown_question_reference_and_answer_as_material():
@@ -336,9 +276,5 @@ def test_questions_written_by_a_server_are_those_it_replied_with():
 
 
 def test_a_reply_that_is_no_completion_is_an_error_that_names_the_server():
-    with (
-        Stub("none", _says(None)) as stub,
-        Server(stub.url) as server,
-        pytest.raises(SourceError, match=stub.url),
-    ):
+    with Stub("none", _says(None)) as stub, Server(stub.url) as server, pytest.raises(SourceError, match=stub.url):
         server.reply("x", tokens=1)
