@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from commands import Cli
+from making import files_under
 from serving import serving, stored_kv
 from wards import MODEL, Asker, Ward, patients, write_ward
 
@@ -27,42 +30,37 @@ SHEETS = 5
 class Corpus(Cli):
     """Sheets with their facts, as text files in a directory, and the command on a home."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, wards: dict[str, Ward]) -> None:
         super().__init__(directory / "home")
-        self.directory = directory / "sheets"
+        self.directory, self.wards = directory / "sheets", wards
         self.directory.mkdir()
 
-    def write(self, wards: dict[str, Ward]) -> None:
-        for name, ward in wards.items():
-            (self.directory / f"{name}.txt").write_text(ward.document.text)
+    def write(self, *names: str) -> None:
+        for name in names:
+            (self.directory / f"{name}.txt").write_text(self.wards[name].document.text)
 
     def build(self, *words: object, status: int = 0) -> list[dict[str, Any]]:
         """Run `build` on the directory, or on what `words` begin with, and return what it tells programs."""
         places = [] if words and not str(words[0]).startswith("--") else [self.directory]
         return self.json("build", *places, *words, "--model", MODEL, status=status)
 
+    def outcome(self, *words: object) -> dict[str, bool]:
+        """Return whether each cartridge was made."""
+        return {row["name"]: row["made"] for row in self.build(*words)}
+
     def root(self, name: str, version: int = 1) -> Path:
         return self.home / "cartridges" / name / str(version)
 
 
 @pytest.fixture
-def corpus(tmp_path):
-    return Corpus(tmp_path)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return CausalModel(MODEL)
+def corpus(tmp_path, wards):
+    return Corpus(tmp_path, wards)
 
 
 @pytest.fixture(scope="module")
 def wards(model):
     """Sheets with no patient in common: one's facts are known from no other."""
     return {f"ward-{n}": write_ward(model, patients(n, SHEETS), f"corpus {n}", tokens=300) for n in range(SHEETS)}
-
-
-def outcome(rows: list[dict[str, Any]]) -> dict[str, tuple[str | None, bool]]:
-    return {Path(row["document"]).name: (row["name"], row["made"]) for row in rows}
 
 
 # Which documents there are, and what they are called.
@@ -98,63 +96,61 @@ def test_two_documents_of_one_id_are_an_error_and_one_that_is_named_twice_is_non
 
 
 def test_each_sheet_of_a_corpus_answers_as_one_that_is_built_alone(corpus, wards, tmp_path):
-    corpus.write(wards)
-    assert outcome(corpus.build()) == {f"{name}.txt": (f"{name}@1", True) for name in wards}
+    corpus.write(*wards)
+    assert corpus.outcome() == {f"{name}@1": True for name in wards}
     few = list(wards)[:3]
     for name in few:
         document = ["--document", corpus.directory / f"{name}.txt", "--id", f"{name}-alone"]
         corpus.json("build", "--model", MODEL, *document)
-        assert torch.equal(stored_kv(corpus.root(name)), stored_kv(corpus.root(f"{name}-alone")))
-        assert load_manifest(corpus.root(name)).canary == load_manifest(corpus.root(f"{name}-alone")).canary
+        whole, alone = corpus.root(name), corpus.root(f"{name}-alone")
+        assert torch.equal(stored_kv(whole), stored_kv(alone))
+        assert load_manifest(whole).canary == load_manifest(alone).canary
     others = {"int8": ["--payload", "int8"], "short": ["--compact", "2x", "--accept", 0, "--chunk-size", 64]}
     for kind, options in others.items():
         lines = [json.dumps({"id": f"{name}-{kind}", "text": wards[name].document.text}) for name in few]
         (tmp_path / f"{kind}.jsonl").write_text("\n".join(lines))
-        assert [row["made"] for row in corpus.build(tmp_path / f"{kind}.jsonl", *options)] == [True] * len(few)
+        assert list(corpus.outcome(tmp_path / f"{kind}.jsonl", *options).values()) == [True] * len(few)
     with serving(Settings(home=corpus.home, disk_dir=tmp_path), tmp_path / "log") as client, Asker(client.url) as asker:
 
-        def right(name: str, of: str) -> int:
-            return sum(asker.right(fact, name) for fact in wards[of].facts)
+        def share(names: list[str], kind: str = "") -> float:
+            asked = [(name, fact) for name in names for fact in wards[name].facts]
+            return sum(asker.right(fact, f"{name}{kind}") for name, fact in asked) / len(asked)
 
-        asked = sum(len(ward.facts) for ward in wards.values())
-        assert asked >= 50 and sum(right(name, name) for name in wards) == asked
-        asked = sum(len(wards[name].facts) for name in few)
-        kept = {kind: sum(right(f"{name}-{kind}", name) for name in few) for kind in others}
-        assert kept["int8"] >= 0.95 * asked and kept["short"] >= 0.5 * asked, (kept, asked)
-        assert right("ward-0", "ward-1") < len(wards["ward-1"].facts) / 4, "the counts would say nothing"
+        assert sum(len(ward.facts) for ward in wards.values()) >= 50 and share(list(wards)) == 1
+        assert share(few, "-int8") >= 0.95 and share(few, "-short") >= 0.5
+        others = [asker.right(fact, "ward-0") for fact in wards["ward-1"].facts]
+        assert sum(others) < len(others) / 4, "the shares would say nothing"
 
 
-def test_what_is_there_of_the_same_document_is_not_made_again(corpus, wards, monkeypatch):
-    corpus.write({name: wards[name] for name in ("ward-0", "ward-1", "ward-2")})
+def test_what_is_there_of_the_same_document_is_not_made_again(corpus, monkeypatch):
+    corpus.write("ward-0", "ward-1", "ward-2")
     first = corpus.build()
     with monkeypatch.context() as patch:
         patch.setattr(CausalModel, "prefill", None)  # nothing is computed
-        files = sorted((path, path.stat().st_mtime_ns) for path in corpus.home.rglob("*"))
+        before = files_under(corpus.home)
         assert corpus.build() == [row | {"made": False} for row in first]
-        assert sorted((path, path.stat().st_mtime_ns) for path in corpus.home.rglob("*")) == files
-    before = (corpus.directory / "ward-1.txt").read_text()
+        assert files_under(corpus.home) == before
     (corpus.directory / "ward-1.txt").write_text("Another text.")
-    changed = outcome(corpus.build())
-    assert changed.pop("ward-1.txt") == ("ward-1@2", True) and not any(made for _, made in changed.values())
-    (corpus.directory / "ward-1.txt").write_text(before)
-    assert outcome(corpus.build())["ward-1.txt"] == ("ward-1@1", False)
+    assert corpus.outcome() == {"ward-0@1": False, "ward-1@2": True, "ward-2@1": False}
+    corpus.write("ward-1")
+    assert corpus.outcome()["ward-1@1"] is False
     assert Registry(Settings(home=corpus.home).registry_path).find("ward-1").version == 1
     for options in (["--payload", "int8"], ["--chunk-size", 64], ["--canary", "And?"], ["--compact", "2x", "--accept", 0,
                     "--chunk-size", 64], ["--chat", "user"], ["--dtype", "float32"]):  # fmt: skip
         place = corpus.directory / "ward-2.txt"
         assert [corpus.build(place, *options)[0]["made"] for _ in range(2)] == [True, False], options
-    kinds = {(m.kind, m.stored.encoding, m.stored.chunk_tokens) for n in range(1, 8)
-             for m in [load_manifest(corpus.root("ward-2", n))]}  # fmt: skip
+    made = [load_manifest(corpus.root("ward-2", n)) for n in range(1, 8)]
+    kinds = {(m.kind, m.stored.encoding, m.stored.chunk_tokens) for m in made}
     assert {("prefill", "int8", 256), ("trained", "plain", 64), ("prefill", "plain", 64)} <= kinds
 
 
-def test_what_fails_is_told_with_its_reason_and_the_others_are_registered(corpus, wards, monkeypatch):
-    corpus.write({"good": wards["ward-0"]})
-    (corpus.directory / "empty.txt").write_text(" \n")
-    (corpus.directory / "bytes.txt").write_bytes(b"\xff\xfe")
-    (corpus.directory / "long.txt").write_text(wards["ward-0"].document.text * 40)
-    (corpus.directory / "日本.txt").write_text("x")
-    (corpus.directory / "lines.jsonl").write_text('{"id": "../up", "text": "x"}\n{"id": "none"}\n{"text": "x"}\n')
+def test_what_fails_is_told_with_its_reason_and_the_others_are_registered(corpus, wards):
+    corpus.write("ward-0")
+    for name, raw in {
+        "empty.txt": b" \n", "bytes.txt": b"\xff\xfe", "long.txt": wards["ward-0"].document.text.encode() * 40, "日本.txt": b"x",
+        "lines.jsonl": b'{"id": "../up", "text": "x"}\n{"id": "none"}\n{"text": "x"}\n',
+    }.items():  # fmt: skip
+        (corpus.directory / name).write_bytes(raw)
     rows = corpus.build(status=1)
     reasons = {Path(row["document"]).name: row["problem"] for row in rows if row["problem"]}
     for name, said in {
@@ -162,67 +158,48 @@ def test_what_fails_is_told_with_its_reason_and_the_others_are_registered(corpus
         "lines.jsonl:1": "cannot be a cartridge id", "lines.jsonl:2": "is empty", "lines.jsonl:3": "no JSON of",
     }.items():  # fmt: skip
         assert said in reasons.pop(name)
-    assert reasons == {}
-    assert [row["name"] for row in rows if row["made"]] == ["good@1"]
-    assert [path.name for path in (corpus.home / "cartridges").iterdir()] == ["good"]
-    (corpus.directory / "next.txt").write_text(wards["ward-1"].document.text)
-    monkeypatch.setattr(os, "fsync", full_disk)
-    failed = {
-        Path(row["document"]).name: row["problem"] for row in corpus.build(corpus.directory / "next.txt", status=1)
-    }
-    assert "No space left" in failed["next.txt"]
-    assert not list((corpus.home / "cartridges" / "next").iterdir())
+    assert reasons == {} and [row["name"] for row in rows if row["made"]] == ["ward-0@1"]
+    assert [path.name for path in (corpus.home / "cartridges").iterdir()] == ["ward-0"]
 
 
-def full_disk(descriptor: int) -> None:
-    raise OSError(28, "No space left on device")
+def test_on_a_full_disk_nothing_is_left(corpus, monkeypatch):
+    corpus.write("ward-1")
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(28, "No space left on device")))
+    assert "No space left" in corpus.build(status=1)[0]["problem"]
+    assert not list(corpus.root("ward-1").parent.iterdir())
 
 
-def test_a_canary_that_fails_fails_its_document_alone(corpus, wards, monkeypatch):
-    corpus.write({name: wards[name] for name in ("ward-0", "ward-1")})
-    after = CausalModel.logits_after
-    asked: list[int] = []
-
-    def wrong_first(model: CausalModel, kv: torch.Tensor, ids: list[int]) -> torch.Tensor:
-        asked.append(len(ids))
-        return -after(model, kv, ids) if len(asked) == 1 else after(model, kv, ids)
-
-    monkeypatch.setattr(CausalModel, "logits_after", wrong_first)
-    rows = corpus.build(status=1)
-    assert [bool(row["problem"]) for row in rows] == [True, False]
-    assert "differs from the one after the document" in rows[0]["problem"]
-    assert not list((corpus.home / "cartridges" / "ward-0").iterdir())
+def test_a_canary_that_fails_fails_its_document_alone(corpus, monkeypatch):
+    corpus.write("ward-0", "ward-1")
+    after, signs = CausalModel.logits_after, itertools.chain([-1], itertools.repeat(1))
+    monkeypatch.setattr(CausalModel, "logits_after", lambda *given: next(signs) * after(*given))
+    wrong, right = corpus.build(status=1)
+    assert "differs from the one after the document" in wrong["problem"] and not right["problem"]
+    assert not list(corpus.root("ward-0").parent.iterdir())
 
 
 def test_a_run_that_was_killed_goes_on_and_leaves_nothing_half_made(corpus, wards):
-    corpus.write(wards)
-    registry = Registry(Settings(home=corpus.home).registry_path)
-
-    def is_half_way() -> Any:
-        return len(registry.all()) >= 2 and list((corpus.home / "cartridges").glob("*/.*.partial"))
-
-    corpus.killed("build", corpus.directory, "--model", MODEL, once=is_half_way)
-    before = {row.id: row.registered for row in registry.all()}
+    corpus.write(*wards)
+    registry, roots = Registry(Settings(home=corpus.home).registry_path), corpus.home / "cartridges"
+    corpus.killed("build", corpus.directory, "--model", MODEL,
+                  once=lambda: len(registry.all()) >= 2 and list(roots.glob("*/.*.partial")))  # fmt: skip
+    before = {row.name for row in registry.all()}
     assert 2 <= len(before) < SHEETS
-    rows = corpus.build()
-    assert {row["name"].partition("@")[0] for row in rows if not row["made"]} == before.keys()
-    assert [row["name"].partition("@")[0] for row in rows] == sorted(wards)
-    assert sorted(path.name for path in (corpus.home / "cartridges").glob("*/*")) == ["1"] * SHEETS
-    assert not list((corpus.home / "cartridges").glob("*/.*"))
+    assert corpus.outcome() == {f"{name}@1": f"{name}@1" not in before for name in wards}
+    assert sorted(path.name for path in roots.glob("*/*")) == ["1"] * SHEETS
+    assert not list(roots.glob("*/.*"))
 
 
-def test_a_corpus_is_published_in_place_of_being_registered_here(corpus, wards, tmp_path):
-    few = ("ward-0", "ward-1")
-    corpus.write({name: wards[name] for name in few})
+def test_a_corpus_is_published_in_place_of_being_registered_here(corpus, tmp_path):
+    corpus.write("ward-0", "ward-1")
     library = tmp_path / "library"
-    assert all(row["made"] for row in corpus.build("--publish", library))
-    assert not any(row["made"] for row in corpus.build("--publish", library))
-    corpus.home = tmp_path / "another"
-    assert outcome(corpus.build("--publish", library)) == {f"{name}.txt": (f"{name}@1", False) for name in few}
-    assert not (corpus.home / "cartridges").exists()
+    for home, is_made in (("home", True), ("home", False), ("another", False)):
+        corpus.home = tmp_path / home
+        assert corpus.outcome("--publish", library) == {"ward-0@1": is_made, "ward-1@1": is_made}
+        assert not (corpus.home / "cartridges").exists()
     with Library(Settings(home=tmp_path / "server", disk_dir=tmp_path / "server", library=str(library))) as published:
         published.registry.follow()
-        assert [row.name for row in published.registry.all()] == [f"{name}@1" for name in few]
+        assert [row.name for row in published.registry.all()] == ["ward-0@1", "ward-1@1"]
 
 
 @pytest.mark.parametrize(("command", "said"), [
