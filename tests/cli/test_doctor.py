@@ -12,6 +12,7 @@ import tarfile
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from blocks import quietly
@@ -37,28 +38,22 @@ def home(tmp_path, monkeypatch):
     return tmp_path
 
 
-def _checks() -> dict[str, doctor.Check]:
-    return {check.name: check for check in doctor.diagnose(Settings())}
+def _check(name: str) -> doctor.Check | None:
+    return {check.name: check for check in doctor.diagnose(Settings())}.get(name)
 
 
 def test_the_name_of_lmcaches_own_connector_is_said_to_work():
     """It is what users write; our connector takes its place."""
-    assert "also where LMCacheConnectorV1 is named" in _checks()["KV injection"].finding
+    assert "also where LMCacheConnectorV1 is named" in _check("KV injection").finding
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "told"),
-    [
-        ("VLLM_PLUGINS", "other", "has no `cartridges`: vLLM loads nothing of ours"),
-        ("VLLM_PLUGINS", "", "has no `cartridges`"),
-        ("VLLM_PLUGINS", "other,cartridges", None),
-        ("VLLM_USE_RUST_FRONTEND", "1", "no request API"),
-        ("VLLM_USE_RUST_FRONTEND", "0", None),
-    ],
-)
+@pytest.mark.parametrize(("name", "value", "told"), [
+    ("VLLM_PLUGINS", "other", "has no `cartridges`: vLLM loads nothing of ours"), ("VLLM_PLUGINS", "", "has no `cartridges`"),
+    ("VLLM_PLUGINS", "other,cartridges", None), ("VLLM_USE_RUST_FRONTEND", "1", "no request API"), ("VLLM_USE_RUST_FRONTEND", "0", None),
+])  # fmt: skip
 def test_what_keeps_vllm_from_loading_ours_is_a_failure(monkeypatch, name, value, told):
     monkeypatch.setenv(name, value)
-    found = _checks().get(name)
+    found = _check(name)
     assert (found is None) if told is None else (found.status == "FAIL" and told in found.finding)
 
 
@@ -68,42 +63,33 @@ EXTRA = {
 }
 
 
-@pytest.mark.parametrize(
-    ("given", "told"),
-    [
-        ({}, "nothing names cartridges"),
-        ({"LMCACHE_CONFIG_FILE": str(CONFIGS / "lmcache-stock-connector.yaml")}, "names cartridges: storage_plugins"),
-        ({"LMCACHE_EXTRA_CONFIG": json.dumps(EXTRA)}, "pre_caching_hash_algorithm is builtin"),
-        ({"LMCACHE_EXTRA_CONFIG": json.dumps(EXTRA), "LMCACHE_PRE_CACHING_HASH_ALGORITHM": "sha256_cbor",
-          "LMCACHE_SAVE_UNFULL_CHUNK": "False"}, "storage_plugins names no plugin"),
-        ({"LMCACHE_CONFIG_FILE": str(CONFIGS / "lmcache.yaml"), "LMCACHE_EXTRA_CONFIG": "{"}, "LMCACHE_EXTRA_CONFIG: "),
-        ({"LMCACHE_CONFIG_FILE": str(CONFIGS / "lmcache.yaml"), "LMCACHE_USE_LAYERWISE": "True"}, "use_layerwise is on"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("given", "told"), [
+    ({}, "nothing names cartridges"),
+    ({"CONFIG_FILE": str(CONFIGS / "lmcache-stock-connector.yaml")}, "names cartridges: storage_plugins"),
+    ({"EXTRA_CONFIG": json.dumps(EXTRA)}, "pre_caching_hash_algorithm is builtin"),
+    ({"EXTRA_CONFIG": json.dumps(EXTRA), "PRE_CACHING_HASH_ALGORITHM": "sha256_cbor", "SAVE_UNFULL_CHUNK": "False"},
+     "storage_plugins names no plugin"),
+    ({"CONFIG_FILE": str(CONFIGS / "lmcache.yaml"), "EXTRA_CONFIG": "{"}, "LMCACHE_EXTRA_CONFIG: "),
+    ({"CONFIG_FILE": str(CONFIGS / "lmcache.yaml"), "USE_LAYERWISE": "True"}, "use_layerwise is on"),
+])  # fmt: skip
 def test_lmcaches_configuration_is_looked_at_as_lmcache_reads_it(monkeypatch, given, told):
     for name in [name for name in os.environ if name.startswith("LMCACHE_") and name != HOME_VARIABLE]:
         monkeypatch.delenv(name)
     for name, value in given.items():
-        monkeypatch.setenv(name, value)
-    found = _checks()["LMCache's configuration"]
-    assert told in found.finding
-    assert (found.status == "ok") == ("names cartridges" in told)
-
-
-def _no_version(name: str) -> str:
-    raise metadata.PackageNotFoundError(name)
+        monkeypatch.setenv(f"LMCACHE_{name}", value)
+    found = _check("LMCache's configuration")
+    assert told in found.finding and (found.status == "ok") == ("names cartridges" in told)
 
 
 def test_what_is_advised_is_there(monkeypatch, tmp_path):
-    monkeypatch.setattr(metadata, "version", _no_version)
+    monkeypatch.setattr(metadata, "version", Mock(side_effect=metadata.PackageNotFoundError))
     for name in ("vllm", "lmcache"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     (tmp_path / "lmcache.yaml").write_text("lmcache_cartridge.engine.backend: no plugin")
     monkeypatch.setenv("LMCACHE_CONFIG_FILE", str(tmp_path / "lmcache.yaml"))
     fixes = " ".join(check.fix for check in doctor.diagnose(Settings()))
-    assert ENGINE in fixes
-    named = re.findall(r"lmcache-cartridge config ([\w.-]+)", fixes)
-    assert {"requirements-cpu.lock", "lmcache.yaml"} <= set(named)
+    named = set(re.findall(r"lmcache-cartridge config ([\w.-]+)", fixes))
+    assert ENGINE in fixes and named >= {"requirements-cpu.lock", "lmcache.yaml"}
     assert "configs/" not in fixes, "no wheel has it there"
     assert all((CONFIGS / name).is_file() for name in named)
 
@@ -111,8 +97,8 @@ def test_what_is_advised_is_there(monkeypatch, tmp_path):
 def test_config_lists_and_prints_the_files(capsys):
     assert main(["config"]) == 0
     names = capsys.readouterr().out.split()
-    files = [path.relative_to(CONFIGS) for path in CONFIGS.rglob("*") if path.is_file() and path.suffix != ".pyc"]
-    assert names == sorted(path.as_posix() for path in files)
+    files = {path.relative_to(CONFIGS).as_posix() for path in CONFIGS.rglob("*") if path.is_file()}
+    assert names == sorted(name for name in files if not name.endswith(".pyc"))
     for name in names:
         assert main(["config", name]) == 0
         assert capsys.readouterr().out == (CONFIGS / name).read_text()
@@ -186,24 +172,24 @@ def test_the_wheel_has_all_of_it_also_from_a_source_archive(tmp_path):
         assert found == expected | {f"lmcache_cartridge/{path}" for path in files}
 
     environment = os.environ | {"PYTHONPATH": str(tmp_path / "installed"), HOME_VARIABLE: str(tmp_path / "home")}
-    python = (
-        sys.executable,
-        "-c",
-        "import sys; from lmcache_cartridge.cli.main import main; sys.exit(main(sys.argv[1:]))",
+    commands = ("config", "config lmcache.yaml", "config envoy/affinity.lua", "--help", "list", "doctor")
+    ran = subprocess.run(
+        [sys.executable, "-c", _EACH, *commands], cwd=tmp_path, env=environment, capture_output=True, text=True
     )
-    said = {
-        command: _run(*python, *command.split(), cwd=tmp_path, env=environment, check=command != "doctor").stdout
-        for command in ("config", "config lmcache.yaml", "config envoy/affinity.lua", "--help", "list", "doctor")
-    }
+    where, *printed = ran.stdout.split("\x1e")
+    assert where.startswith(str(tmp_path / "installed")), "the control: it was the wheel"
+    said = dict(zip(commands, printed, strict=True))
     assert said["config"].split() == sorted(path.relative_to("configs").as_posix() for path in files)
-    assert said["config envoy/affinity.lua"] == (CONFIGS / "envoy" / "affinity.lua").read_text()
-    assert said["config lmcache.yaml"] == (CONFIGS / "lmcache.yaml").read_text()
+    for name in ("envoy/affinity.lua", "lmcache.yaml"):
+        assert said[f"config {name}"] == (CONFIGS / name).read_text()
     assert "Usage: " in said["--help"] and "no cartridges yet" in said["list"] and "registry" in said["doctor"]
-    where = _run(
-        sys.executable, "-c", "import lmcache_cartridge as c; print(c.__file__)", cwd=tmp_path, env=environment
-    )
-    assert where.stdout.startswith(str(tmp_path / "installed")), "the control: it was the wheel"
 
 
-def _run(*command: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, **({"capture_output": True, "text": True, "check": True, "timeout": 120} | options))
+_EACH = """
+import sys, lmcache_cartridge
+from lmcache_cartridge.cli.main import main
+print(lmcache_cartridge.__file__, end="")
+for command in sys.argv[1:]:
+    print("\x1e", end="")
+    main(command.split())
+"""

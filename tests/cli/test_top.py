@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,17 +61,12 @@ def test_a_reading_sums_ranks_but_not_what_they_share(watched, url):
     view = _view(url)
     numbers = view["numbers"]
     assert numbers["misses_total"]["cpu"] == 4 * RANKS
-    assert numbers["budget_bytes"] == {
-        "cpu": RANKS * CPU_CHUNKS * CHUNK_BYTES, "disk": DISK_CHUNKS * CHUNK_BYTES,
-    }  # fmt: skip
+    assert numbers["budget_bytes"] == {"cpu": RANKS * CPU_CHUNKS * CHUNK_BYTES, "disk": DISK_CHUNKS * CHUNK_BYTES}
     assert numbers["resident_bytes"]["cpu"] >= RANKS * 4 * CHUNK_BYTES
-    assert numbers["served_cartridges"] == {"": 2}
-    assert view["rates"] is None
+    assert numbers["served_cartridges"] == {"": 2} and view["rates"] is None
     assert {row["id"]: row["state"] for row in view["cartridges"]} == {"a": "resident", "cold": "cold"}
     drawn = [line.split()[0] for line in _drawn(view).splitlines() if line]
-    assert drawn[-6:] == ["cpu", "disk", "source", "cartridge", "a@1", "cold@1"], (
-        "the fastest tier and what is active first"
-    )
+    assert drawn[-6:] == ["cpu", "disk", "source", "cartridge", "a@1", "cold@1"], "fast tiers and what is active first"
 
 
 def test_rates_are_what_happened_between_two_readings(watched, url):
@@ -87,7 +83,8 @@ def test_rates_are_what_happened_between_two_readings(watched, url):
     assert top.rates(before, now, 4.0) is None, "a server that was started again has no rates below zero"
 
 
-def test_what_is_drawn_fits_eighty_columns(watched, url):
+@pytest.mark.parametrize("times", [1, 2**36])
+def test_what_is_drawn_fits_eighty_columns(url, times):
     view = _view(url)
     assert _drawn(view).count("\n") < 24 and "hits/s" not in _drawn(view)
     loading = {"resident_chunks": 3, "chunks": 4, "eta_s": 12.5, "failing": False}
@@ -95,17 +92,17 @@ def test_what_is_drawn_fits_eighty_columns(watched, url):
     for row in view["cartridges"]:
         rows += [row | {"id": "a-very-long-name-" * 8, "state": "quarantined", "version": 10**6}]
         rows += [row | {"id": "[bold]x[/nope]", "state": "loading", "loading": loading, "pinned": True}]
-    huge = {name: {key: value * 2**36 for key, value in of.items()} for name, of in view["numbers"].items()}
-    for numbers in (view["numbers"], huge):
-        view = {"numbers": numbers, "rates": top.rates(numbers, {}, 1.0), "cartridges": rows, "problem": None}
-        text = _drawn(view, "https://" + "very-long-host." * 9 + "example.org")
-        assert max(map(len, text.splitlines())) <= 80
-        assert "hits/s" in text and "a-very-long-name-a-very-@1000000" in text and "[bold]x[/nope]@1" in text
-        assert text.splitlines()[0].endswith("…"), "a line that is too long is cut, and takes no second one"
-        for line in text.splitlines():
-            assert "@1" not in line or line.endswith("yes") == ("[bold]" in line)
-            if line.split()[:1] in (["tier"], ["cpu"], ["disk"], ["source"], ["[bold]x[/nope]@1"]):
-                assert "…" not in line, "a number that is cut is a wrong number"
+    numbers = {name: {key: value * times for key, value in of.items()} for name, of in view["numbers"].items()}
+    view |= {"numbers": numbers, "rates": top.rates(numbers, {}, 1.0), "cartridges": rows}
+    lines = _drawn(view, "https://" + "very-long-host." * 9 + "example.org").splitlines()
+    text = "\n".join(lines)
+    assert max(map(len, lines)) <= 80
+    assert "hits/s" in text and "a-very-long-name-a-very-@1000000" in text and "[bold]x[/nope]@1" in text
+    assert lines[0].endswith("…"), "a line that is too long is cut, and takes no second one"
+    for line in lines:
+        assert "@1" not in line or line.endswith("yes") == ("[bold]" in line)
+        if line.split()[:1] in (["tier"], ["cpu"], ["disk"], ["source"], ["[bold]x[/nope]@1"]):
+            assert "…" not in line, "a number that is cut is a wrong number"
 
 
 def test_old_numbers_are_said(url):
@@ -131,31 +128,26 @@ def test_without_the_key_the_tiers_are_shown_and_the_key_is_asked_for(url, capsy
     assert "cpu" in out and ("$VLLM_API_KEY" not in out) == ("a@1" in out) == (key == KEY)
 
 
-@pytest.mark.parametrize(
-    ("status", "body", "said"),
-    [(200, b"# TYPE x gauge\nx 1\n", "serves no cartridges"), (200, b"<html>hello there</html>", "not as vLLM"),
-     (200, b"\xff\xfe", "not as vLLM"), (404, b"", "404"), (500, b"", "500"), (200, b"", "serves no cartridges"),
-     (401, b"", "401")],
-)  # fmt: skip
+@pytest.mark.parametrize(("status", "body", "said"), [
+    (200, b"# TYPE x gauge\nx 1\n", "serves no cartridges"), (200, b"<html>hello there</html>", "not as vLLM"),
+    (200, b"\xff\xfe", "not as vLLM"), (200, b"", "serves no cartridges"), (500, b"", "500"), (401, b"", "401"),
+])  # fmt: skip
 def test_what_is_no_cartridge_server_is_said_in_one_line(capsys, status, body, said):
     with listening(Response(body, status)) as url:  # an ASGI app of its own
         assert main(["top", "--url", url, "--once"]) == 1
     error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert said in error and url in error
+    assert error.count("\n") == 1 and said in error and url in error
 
 
-@pytest.mark.parametrize(
-    ("url", "why"),
-    [("http://127.0.0.1:9", "[Errno 111] Connection refused"), ("localhost:8000", "protocol"), ("http://", "/metrics: "),
-     ("http://x:y", "is no URL of a server"), ("file:///etc/passwd", "protocol")],
-)  # fmt: skip
+@pytest.mark.parametrize(("url", "why"), [
+    ("http://127.0.0.1:9", "[Errno 111] Connection refused"), ("localhost:8000", "protocol"), ("http://", "/metrics: "),
+    ("http://x:y", "is no URL of a server"),
+])  # fmt: skip
 @pytest.mark.parametrize("once", [[], ["--once"]])
 def test_a_url_where_no_server_answers_is_said_in_one_line(capsys, url, why, once):
     assert main(["top", "--url", url, *once]) == 1
     error = capsys.readouterr().err
-    assert error.count("\n") == 1
-    assert why in error
+    assert error.count("\n") == 1 and why in error
 
 
 @pytest.mark.parametrize("interval", ["0", "nan", "1e9"])
@@ -168,24 +160,18 @@ def test_an_interval_that_makes_no_sense_is_refused(interval, capsys):
 def _running(url: str, *arguments: str, tty: bool) -> Iterator[tuple[subprocess.Popen, int]]:
     """Run the command on a terminal of its own, or into a pipe; lend the process and what to read from."""
     command = [sys.executable, "-m", "lmcache_cartridge.cli.main", "top", "--url", url, *arguments]
-    terminal = {"TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
-    environment = os.environ | terminal | {"PYTHONPATH": str(ROOT), "VLLM_API_KEY": KEY}
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "80", "LINES": "24", "PYTHONPATH": str(ROOT)}
     environment.pop("PYTHONUNBUFFERED", None)  # as users have it
     reader, writer = os.openpty() if tty else os.pipe()
-    with subprocess.Popen(
-        command, env=environment, stdout=writer, stderr=subprocess.PIPE, text=True, preexec_fn=_interruptible
-    ) as process:
+    # Shells begin what they run in the background with Ctrl-C ignored.
+    heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(command, env=environment, stdout=writer, stderr=subprocess.PIPE, preexec_fn=heard) as process:
         os.close(writer)
         try:
             yield process, reader
         finally:
             process.kill()
             os.close(reader)
-
-
-def _interruptible() -> None:
-    """Let Ctrl-C reach a process, though shells begin what they run in the background with it ignored."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _read_until(reader: int, wanted: str) -> str:
@@ -201,11 +187,9 @@ def test_ctrl_c_ends_it_cleanly(url, tty):
     with _running(url, "--interval", "0.1", tty=tty) as (process, reader):
         seen = _read_until(reader, "hits/s")
         process.send_signal(signal.SIGINT)
-        rest = ""
-        while tty and "\x1b[?1049l" not in rest:
-            rest += os.read(reader, 4096).decode(errors="replace")
-        assert process.wait(60) == 130
-        assert process.stderr.read() == ""
+        if tty:
+            _read_until(reader, "\x1b[?1049l")
+        assert (process.wait(60), process.stderr.read()) == (130, b"")
     assert ("\x1b[?1049h" in seen) == tty, "the terminal's other screen, which leaves what was there"
     assert ("\x1b" in seen) == tty, "no control characters in a pipe"
 
