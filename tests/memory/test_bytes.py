@@ -44,6 +44,11 @@ def case(request):
 
 
 @pytest.fixture
+def s3_kind():
+    return "moto"
+
+
+@pytest.fixture
 def stored(case, tmp_path, s3_credentials, bucket):
     """Cartridges of every kind and payload in the engine's chunks, and some in odd ones, in directories and on S3."""
     kinds = [*itertools.product(("plain", "int8"), ("prefill", "trained"), case[:1])]

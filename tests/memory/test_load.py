@@ -51,11 +51,16 @@ def _grow(path: Path, device_chunks: int, warm_up: int, count: int) -> tuple[flo
     return after_mib - before_mib, after_objects - before_objects, store.cpu.stats().promoted
 
 
-@pytest.mark.parametrize(("device_chunks", "warm_up", "count"), [(0, 1000, 5000), (1, 400, 1000)])
-def test_memory_is_flat_over_thousands_of_loads_and_evictions(tmp_path, device_chunks, warm_up, count):
-    # In a process of its own: memory that other files of tests freed comes and goes by some MiB.
+@pytest.fixture(scope="module")
+def process():
+    """A process of its own: memory that other files of tests freed comes and goes by some MiB."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-        mib, objects, loads = process.submit(_grow, tmp_path, device_chunks, warm_up, count).result()
+        yield process
+
+
+@pytest.mark.parametrize(("device_chunks", "warm_up", "count"), [(0, 1000, 5000), (1, 400, 1000)])
+def test_memory_is_flat_over_thousands_of_loads_and_evictions(process, tmp_path, device_chunks, warm_up, count):
+    mib, objects, loads = process.submit(_grow, tmp_path, device_chunks, warm_up, count).result()
     assert loads >= warm_up + count
     assert objects < 200
     assert mib < 3
