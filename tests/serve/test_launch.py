@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import re
 import socket
-import subprocess
 import sys
 from typing import Any
 
@@ -449,16 +447,3 @@ def test_lmcache_saves_unless_told_otherwise_and_only_then_its_memory_is_kept_fr
 @pytest.mark.parametrize(("largest", "full"), [(10, 0.8), (25, 0.5), (60, 0.3)])
 def test_there_stays_room_for_two_of_the_largest_cartridges(largest, full):
     assert l1_watermark(100, largest) == full
-
-
-def test_lmcaches_other_places_come_after_ours(planned):
-    other = '{"type": "fs", "base_path": "/x"}'
-    launch = planned(mode="multiprocess", l2_adapters=[other, other])
-    code = "import sys; sys.argv[1:] = {!r}; from lmcache_cartridge.serve.processes import lmcache_words; print(lmcache_words())"
-    told = subprocess.run(
-        [sys.executable, "-c", code.format(launch.lmcache[3:])], env=os.environ | launch.environment,
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    words = ast.literal_eval(told.stdout)
-    assert words[0] == "server" and words[-4:] == ["--l2-adapter", other, "--l2-adapter", other]
-    assert "CartridgeL2Adapter" in words[words.index("--l2-adapter") + 1]

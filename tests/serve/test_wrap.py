@@ -289,8 +289,6 @@ _ONE, _BOTH = [("a@1", 16)], [("a@1", 16), ("b@2", 32)]
         ([_ONE], [16], {"lora_request": object()}, None), ([[]], [16], {}, None), (None, [16], {}, None),
         ([_ONE], [None], {}, None),
     ],
-    ids=["both", "several prompts", "an adapter's are its own", "vLLM's cache of what was computed",
-         "no answer is lost with the workers", "lost and computed"],
 )  # fmt: skip
 def test_a_prompt_that_names_none_is_told_whose_kv_it_rests_on(tmp_path, ranks, cached, given, said):
     """`cached` is how many tokens of each prompt were not computed, None where the connector lost them."""
