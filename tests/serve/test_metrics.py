@@ -117,26 +117,22 @@ def test_evictions_pins_claims_refusals_and_quarantines_are_told(watched, monkey
     assert told("served_cartridges", "refused_cartridges") == [1, 1]
     watched.look_up(made, "a")
     store.pin(digest)
-    assert told("pinned_cartridges") + told("held_chunks", tier="cpu") == [1, 4]
-    store.unpin(digest)
-    store.evict(digest)
-    assert told("evicted_total", "resident_bytes", tier="cpu") == [4, 0]
-    go_on, read_into = threading.Event(), LocalSource.read_into
-    monkeypatch.setattr(LocalSource, "read_into", lambda *given: go_on.wait(60) and read_into(*given))
     claim = store.claim(digest, {})
-    assert told("waiting_claims") == [1]
-    go_on.set()
-    until(lambda: claim.poll().ready)
-    assert told("waiting_claims", "open_claims") == [0, 1]
+    assert told("pinned_cartridges", "open_claims") + told("held_chunks", tier="cpu") == [1, 1, 4]
     assert told("oldest_claim_seconds")[0] > 0
     claim.close()
+    store.unpin(digest)
     assert told("open_claims", "oldest_claim_seconds") == [0, 0]
     for each in watched.stores:
         each.evict(digest)
+    assert told("evicted_total", "resident_bytes", tier="cpu") == [4, 0]
     payload = watched.settings.cartridges_dir / "a" / "1" / "payload.safetensors"
     payload.write_bytes(bytes(reversed(payload.read_bytes())))
+    go_on, read_into = threading.Event(), LocalSource.read_into
+    monkeypatch.setattr(LocalSource, "read_into", lambda *given: go_on.wait(60) and read_into(*given))
     broken = store.claim(digest, {})
-    broken.poll()
+    assert told("waiting_claims") == [1]
+    go_on.set()
     until(lambda: told("quarantined_cartridges") == [1])
     broken.close()
     assert min(told("failed_total", tier="cpu") + told("corrupt_copies_total", tier="source")) >= 1
