@@ -17,14 +17,21 @@ from waiting import until
 
 from lmcache_cartridge.serve import processes
 
-_SLEEP = "import time; open({!r}, 'w').write(str(__import__('os').getpid())); time.sleep(300)"
-_SEVEN = "import os, time\nwhile not os.path.exists({!r}): time.sleep(0.05)\ntime.sleep(0.5); raise SystemExit(7)"
-_PARENT = "import subprocess, sys; subprocess.run([sys.executable, '-c', {!r}])"
+_SLEEP = "import time; open('{0}', 'w').write(str(__import__('os').getpid())); time.sleep(300)"
+_ENDS = "import os, time\nwhile not os.path.exists('{0}'): time.sleep(0.05)\ntime.sleep(0.5); raise SystemExit({1})"
+_PARENT = "import subprocess, sys; subprocess.run([sys.executable, '-c', {0}])"
 _STUBBORN = "import signal; [signal.signal(s, signal.SIG_IGN) for s in (2, 15)]; "
 
 
-def _python(code: str) -> list[str]:
-    return [sys.executable, "-c", code]
+def _python(code: str, *given: object) -> list[str]:
+    """Return a command of Python's, with paths in its code."""
+    return [sys.executable, "-c", code.format(*map(str, given))]
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Where the two programs write their process ids."""
+    return [tmp_path / "lmcache", tmp_path / "vllm"]
 
 
 @contextmanager
@@ -56,49 +63,41 @@ def _gone(pid: int) -> bool:
     ("number", "stubborn"),
     [(signal.SIGTERM, ""), (signal.SIGINT, ""), (signal.SIGHUP, ""), (signal.SIGTERM, _STUBBORN)],
 )
-def test_a_signal_ends_both_servers_and_what_they_started(tmp_path, number, stubborn):
-    files = [tmp_path / "lmcache", tmp_path / "worker"]
-    worker = stubborn + _SLEEP.format(str(files[1]))
-    with _pair(_python(stubborn + _SLEEP.format(str(files[0]))), _python(_PARENT.format(worker)), files) as (
-        pair,
-        pids,
-    ):
+def test_a_signal_ends_both_servers_and_what_they_started(files, number, stubborn):
+    worker = _python(stubborn + _SLEEP, files[1])[-1]
+    with _pair(_python(stubborn + _SLEEP, files[0]), _python(_PARENT, repr(worker)), files) as (pair, pids):
         pair.send_signal(number)
         assert pair.wait(60) == 0
         until(lambda: all(map(_gone, pids)))
 
 
 @pytest.mark.parametrize("dying", [0, 1])
-def test_the_death_of_one_server_ends_the_other_and_says_so(tmp_path, dying):
-    files = [tmp_path / "lmcache", tmp_path / "vllm"]
-    with _pair(*(_python(_SLEEP.format(str(file))) for file in files), files) as (pair, pids):
+def test_the_death_of_one_server_ends_the_other_and_says_so(files, dying):
+    with _pair(*(_python(_SLEEP, file) for file in files), files) as (pair, pids):
         os.kill(pids[dying], signal.SIGKILL)
         assert pair.wait(60) != 0
-        assert f"{('LMCache', 'vLLM')[dying]}" in pair.stderr.read().decode().splitlines()[0]
+        assert ("LMCache", "vLLM")[dying] in pair.stderr.read().decode().splitlines()[0]
         until(lambda: all(map(_gone, pids)))
 
 
 @pytest.mark.parametrize(("status", "pairs"), [(0, 1), (7, 7)])
-def test_vllms_end_by_itself_is_a_failure_with_its_own_status(tmp_path, status, pairs):
-    file = tmp_path / "lmcache"
-    vllm = _python(_SEVEN.format(str(file)).replace("(7)", f"({status})"))
-    with _pair(_python(_SLEEP.format(str(file))), vllm, [file]) as (pair, _):
+def test_vllms_end_by_itself_is_a_failure_with_its_own_status(files, status, pairs):
+    with _pair(_python(_SLEEP, files[0]), _python(_ENDS, files[0], status), files[:1]) as (pair, _):
         assert pair.wait(60) == pairs
 
 
-def test_the_servers_end_when_the_pair_is_killed(tmp_path):
-    files = [tmp_path / "lmcache", tmp_path / "vllm"]
-    with _pair(*(_python(_SLEEP.format(str(file))) for file in files), files) as (pair, pids):
+def test_the_servers_end_when_the_pair_is_killed(files):
+    with _pair(*(_python(_SLEEP, file) for file in files), files) as (pair, pids):
         pair.kill()
         until(lambda: all(map(_gone, pids)))
 
 
-def test_shared_memory_left_by_a_killed_server_is_removed(tmp_path):
+def test_shared_memory_left_by_a_killed_server_is_removed(files):
     name = f"cartridge-test-{os.getpid()}"
-    left, file = Path("/dev/shm") / f"lmcache_l1_pool_{name}", tmp_path / "lmcache"
+    left = Path("/dev/shm") / f"lmcache_l1_pool_{name}"
     left.touch()
-    lmcache = [*_python(_SLEEP.format(str(file))), "--shm-name", name]
-    with _pair(lmcache, _python(_SLEEP.format(str(tmp_path / "vllm"))), [file]) as (pair, _):
+    lmcache = [*_python(_SLEEP, files[0]), "--shm-name", name]
+    with _pair(lmcache, _python(_SLEEP, files[1]), files[:1]) as (pair, _):
         pair.terminate()
         pair.wait(60)
         assert not left.exists()
@@ -107,24 +106,22 @@ def test_shared_memory_left_by_a_killed_server_is_removed(tmp_path):
 _DRAINS = """
 import os, signal, time
 def drain(*_):
-    while not os.path.exists({release!r}): time.sleep(0.05)
-    open({done!r}, "w").write("all answered"); os._exit(0)
+    while not os.path.exists("{1}"): time.sleep(0.05)
+    open("{1}", "w").write("all answered"); os._exit(0)
 signal.signal(signal.SIGTERM, drain)
-open({ready!r}, "w").write(str(os.getpid()))
+open("{0}", "w").write(str(os.getpid()))
 while True: time.sleep(1)
 """
 
 
-def test_requests_under_way_are_finished_where_vllm_was_given_time_for_them(tmp_path):
-    files = [tmp_path / "lmcache", tmp_path / "vllm"]
-    release, done = tmp_path / "release", tmp_path / "done"
-    code = _DRAINS.format(release=str(release), done=str(done), ready=str(files[1]))
-    vllm = [*_python(code), "--shutdown-timeout", "60"]
-    with _pair(_python(_SLEEP.format(str(files[0]))), vllm, files) as (pair, pids):
+def test_requests_under_way_are_finished_where_vllm_was_given_time_for_them(tmp_path, files):
+    release = tmp_path / "release"
+    vllm = [*_python(_DRAINS, files[1], release), "--shutdown-timeout", "60"]
+    with _pair(_python(_SLEEP, files[0]), vllm, files) as (pair, pids):
         pair.terminate()
         time.sleep(processes._LET_GO_S + 1)  # without the option it is killed by then
         assert not any(map(_gone, pids)), "both are there: what is answered may need LMCache"
         release.touch()
         assert pair.wait(60) == 0
-        assert done.read_text() == "all answered"
+        assert release.read_text() == "all answered"
         until(lambda: all(map(_gone, pids)))
