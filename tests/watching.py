@@ -57,10 +57,17 @@ class Watched:
         engines = (make_engine(make_fingerprint(rope=ROPE), rank=rank, world=RANKS) for rank in range(RANKS))
         self.stores = [CartridgeStore(self.settings, engine, Trust) for engine in engines]
 
-    def make(self, name: str, positions: int = 4 * CHUNK + 8, dtype: str = "bfloat16", **arguments: Any) -> Made:
-        """Register an artefact and have the stores take it in."""
+    def make(
+        self,
+        name: str,
+        positions: int = 4 * CHUNK + 8,
+        dtype: str = "bfloat16",
+        within: str = "cartridges",
+        **arguments: Any,
+    ) -> Made:
+        """Register an artefact that lies `within` a directory of the home, and have the stores take it in."""
         shape = make_fingerprint(rope=ROPE, dtype=dtype)
-        root = self.settings.cartridges_dir / name / "1"
+        root = self.settings.home / within / name / "1"
         made = make_artifact(root, cartridge_id=name, positions=positions, fingerprint=shape, **arguments)
         Registry(self.settings.registry_path).register(root)
         for store in self.stores:

@@ -50,17 +50,17 @@ class Trust:
         By default this engine must have answered a canary of it right, and no copy's own that is wrong takes that away. What
         clients alone had made never may: others would hear that somebody has their text.
         """
-        if self._plain_prompts == "none" or digest in self._catalog.quarantined or not self._names(digest):
+        if self._plain_prompts == "none" or digest in self._catalog.quarantined or not self.names(digest):
             return False
         trials = self._trials.get(digest)
         return any(trials.values()) if trials else self._plain_prompts == "all"
 
     def may_be_tried(self, digest: str) -> bool:
         """Whether it may come to answer such prompts once the engine was tried with it."""
-        is_wanted = self._is_tried and self._plain_prompts == "trusted" and bool(self._names(digest))
+        is_wanted = self._is_tried and self._plain_prompts == "trusted" and bool(self.names(digest))
         return is_wanted and digest not in self._trials and digest not in self._catalog.quarantined
 
-    def _names(self, digest: str) -> list[str]:
+    def names(self, digest: str) -> list[str]:
         """Return the names that a digest has for everybody: those of contexts are their makers'."""
         return [one.name for one in self._catalog.registered(digest) if not one.location.startswith(self._private)]
 
@@ -98,14 +98,14 @@ class Trust:
         may = self._withdrawals.noted.__contains__
         keys = self._catalog.index.leading(list(engine.hasher(token_ids)), None, may)
         runs = Counter(key.digest for key in keys)
-        return [(name, engine.chunk_tokens * runs[digest]) for digest in runs for name in self._names(digest)[:1]]
+        return [(name, engine.chunk_tokens * runs[digest]) for digest in runs for name in self.names(digest)[:1]]
 
     def withdraw(self) -> None:
         """Withdraw what has answered such prompts and is not registered any more, quarantined, or failed its canary."""
 
         def is_gone(digest: str) -> bool:
             failed = digest in self._trials and not any(self._trials[digest].values())
-            return failed or digest in self._catalog.quarantined or not self._names(digest)
+            return failed or digest in self._catalog.quarantined or not self.names(digest)
 
         self._withdrawals.withdraw(filter(is_gone, self._withdrawals.noted.copy()))
 

@@ -346,7 +346,7 @@ class CartridgeStore:
     def _residents(self, waiting: Iterable[str]) -> dict[str, list[str]]:
         """Return `id@version` of some cartridges: `whole` in one tier, the last used first; `coming`, of tags that `waiting` are.
 
-        Looks at the last used chunks only, so that what lies behind many others may be missing.
+        Names of contexts are their makers'. Looks at the last used chunks only, so that what lies behind many others may be missing.
         """
         if not (limit := self._settings.resident_names):
             return {}
@@ -356,9 +356,7 @@ class CartridgeStore:
                 counts[digest] = max(count, counts.get(digest, 0))
         whole = [digest for digest, count in counts.items() if self._catalog.chunks_of(digest) == count]
         kinds = {"whole": whole, "coming": waiting}
-        return {
-            kind: [n for d in digests for n in self._catalog.names_of(d)][:limit] for kind, digests in kinds.items()
-        }
+        return {kind: [n for d in digests for n in self.trust.names(d)][:limit] for kind, digests in kinds.items()}
 
     def chunks_by_tier(self) -> dict[str, dict[str, int]]:
         """Return how many chunks each tier holds of each digest, at a cost that grows with them."""

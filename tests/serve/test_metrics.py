@@ -78,6 +78,12 @@ def test_what_is_whole_in_memory_on_every_rank_is_told_by_name_the_last_used_fir
         for store in watched.stores:
             store.evict(digest)
         assert _residents(watched)[0] == "m:c,m:b,m:a", "what is evicted is told no more"
+        theirs = watched.make("theirs", within="contexts", seed=4)
+        for store in watched.stores:
+            claim = store.claim(theirs.manifest.digest, {})
+            until(lambda: claim.poll().ready)  # noqa: B023
+            claim.close()
+        assert _residents(watched)[0] == "m:c,m:b,m:a", "a context's name is its maker's"
 
 
 def test_hits_misses_loads_and_bytes_are_what_was_asked_of_each_tier(watched):
