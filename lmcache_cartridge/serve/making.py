@@ -46,7 +46,7 @@ _SPARE = 1.2
 """By how much longer marks keep what is published, so that an index is not written for each request."""
 _PROGRESS = "UPDATE contexts SET expires_at = ?, done = min(?, tokens) WHERE id = ? AND digest = ''"
 _MADE = "UPDATE contexts SET digest = ?, bytes = ?, expires_at = ?, done = tokens WHERE id = ?"
-_FAILED = "UPDATE contexts SET error = ?, digest = '', expires_at = ? WHERE id = ? AND key = ?"
+_FAILED = "UPDATE contexts SET error = ?, digest = '', expires_at = ? WHERE id = ? AND key = ? RETURNING 1"
 _LIVING = "SELECT * FROM contexts WHERE (key = ? OR id = ?) AND expires_at > ?"
 _OVER = "UPDATE contexts SET expires_at = 0 WHERE expires_at <= ? AND (? IN (key, '') OR id = ?) RETURNING *"
 """Of a key or id, or with an empty key of all, what nobody can keep any longer."""
@@ -152,6 +152,7 @@ class Maker:
             )
         now, name = time.time(), posted.id
         key = blake3(tenant.encode() + np.array(ids, "<u4").tobytes() + prefix.apart).hexdigest()
+        self._renew(now)
         for over in self._run(_OVER, now, key, name):  # what is made of the text again lies in the same place
             self.remove(Context(*over))
         for there in map(Context._make, self._run(_LIVING, key, name, now)):
@@ -227,9 +228,10 @@ class Maker:
             if type(error) is OSError:
                 error = Refusal(507, f"the context cannot be written: {error.strerror}")
             soon = time.time() + _LEASE_S
-            await asyncio.to_thread(self._run, _FAILED, without_paths(str(error), {}), soon, context.id, context.key)
-            with suppress(CartridgeError):
-                await asyncio.to_thread(self._withdraw, context)
+            told = without_paths(str(error), {}), soon, context.id, context.key
+            if await asyncio.to_thread(self._run, _FAILED, *told):  # else another has removed it, and may make it anew
+                with suppress(CartridgeError):
+                    await asyncio.to_thread(self._withdraw, context)
             raise error from None
         finally:
             del self._making[context.id], self._done[context.id]
@@ -283,13 +285,17 @@ class Maker:
         self.table.used = Counter()
         for context_id, count in used.items():
             self._run("UPDATE contexts SET uses = uses + ?, last_used_at = ? WHERE id = ?", count, now, context_id)
-        for context_id in [*self._making]:
-            self._run(_PROGRESS, now + _LEASE_S, self._done[context_id], context_id)
+        self._renew(now)
         for row in self._run(_OVER, now, "", None):
             with suppress(SourceError):  # it is tried again
                 self.remove(Context(*row))
         for (total,) in self._run("SELECT total(bytes) FROM contexts"):
             requests().context_bytes.set(total)
+
+    def _renew(self, now: float) -> None:
+        """Note how far those are that are made here, so that nobody removes them."""
+        for context_id in [*self._making]:
+            self._run(_PROGRESS, now + _LEASE_S, self._done[context_id], context_id)
 
     def clear(self) -> None:
         """Remove from the home what its table does not know: that was lost, or another release's."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import sqlite3
+import time
+from collections.abc import AsyncIterator
 from contextlib import closing
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from blocks import quietly
@@ -15,7 +19,9 @@ from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.settings import Settings
 
 with quietly():
-    from lmcache_cartridge.serve.contexts import Context, Patched
+    from lmcache_cartridge.serve import making
+    from lmcache_cartridge.serve.adapters import Prefix
+    from lmcache_cartridge.serve.contexts import Context, Patched, Posted
     from lmcache_cartridge.serve.making import Maker
     from lmcache_cartridge.serve.request import Reference, Refusal, StillMade
     from lmcache_cartridge.serve.resolve import Resolver
@@ -28,7 +34,8 @@ def settings(tmp_path):
 
 def maker_of(settings: Settings) -> Maker:
     """Return what makes contexts in a home, as a server of it starts with."""
-    admission = SimpleNamespace(settings=settings, resolver=Resolver(settings))
+    drain = SimpleNamespace(enter=lambda: False)
+    admission = SimpleNamespace(settings=settings, resolver=Resolver(settings), client=None, drain=drain)
     maker = Maker(admission, None, 16, make_fingerprint())
     maker.table.create()
     return maker
@@ -70,6 +77,24 @@ def test_who_removes_a_context_late_leaves_the_one_that_was_made_of_the_text_sin
         maker.patch(after, Patched(ttl=1e9))
     maker.tidy()
     assert not maker.root(after).exists() and maker.table.of(["book"]) == {}
+
+
+def test_what_takes_longer_than_its_lease_to_make_is_made_on_where_the_text_comes_again(settings, monkeypatch):
+    async def waits(*_: Any) -> AsyncIterator[bytes]:
+        await asyncio.sleep(60)
+        yield b""
+
+    monkeypatch.setattr(making, "kv_of", waits)
+    monkeypatch.setattr(making, "_ANSWER_S", 0.01)
+    maker, prefix = maker_of(settings), Prefix([1] * 16)
+
+    async def posted() -> list[Context]:
+        first = await maker.post(prefix, Posted(), "")
+        maker.table.run("UPDATE contexts SET expires_at = 1")  # nobody tidied up meanwhile
+        return [first, await maker.post(prefix, Posted(), "")]
+
+    first, again = asyncio.run(posted())
+    assert (again.id, again.digest) == (first.id, "") and again.expires_at > time.time()
 
 
 def test_what_the_owner_registers_under_the_id_of_a_context_is_everybodys_but_its_makers(settings):
