@@ -124,8 +124,10 @@ ROUTED = [
         ({}, "/invocations", {"cartridges_required": True}, 400), ({}, "/tokenize", {"cartridges_required": True}, 200),
     )),
     # /invocations puts SageMaker's adapter in the place of `model` (vLLM 0.32), and the base model would answer.
-    *(({"model_aliases": {"ward": ["a"]}}, "/invocations", {"json": {"model": model}}, status)
-      for model, status in (("m", 200), ("m:a", 400), ("ward", 400), ("other", 200))),
+    *(({"model_aliases": {"ward": ["a"]}}, path, {"json": {"model": model}}, status) for path, model, status in (
+        ("/invocations", "m", 200), ("/invocations", "m:a", 400), ("/invocations", "ward", 400),
+        ("/invocations", "other", 200), (http.TOKENS, "m:a", 400), (http.TOKENS, "m", 200),
+    )),
 ]  # fmt: skip
 
 
