@@ -126,6 +126,9 @@ def test_what_is_published_is_seen_by_everybody_and_is_the_same_cartridge(where)
         author.registry.label("current", "doc@2", warm=True)
         assert (reader.follow(), [one.name for one in reader.warm()]) == (True, ["doc@2"])
         assert (reader.follow(), reader.following().position) == (False, 4)
+        author.registry.unlabel("current")
+        shared = where.machine("reader", writes=False)  # of two processes of a machine one looks
+        assert (shared.follow(max_age_s=60), shared.follow(), shared.labels()) == (False, True, {})
         with pytest.raises(RegistryError, match="for reading only"):
             reader.label("mine", "doc")
 
