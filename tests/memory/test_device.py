@@ -74,6 +74,10 @@ def test_what_was_looked_up_is_promoted_and_lent_from_the_device_from_then_on(ho
         assert store.release(chunk_hash, prompt.tag)
     assert_served(store, made, prompt)
     assert (store.device.stats().hits, store.cpu.stats().misses) == (4, 4)
+    assert store.cpu.evict(made.manifest.digest) == 4
+    claim = store.claim(made.manifest.digest, {})
+    assert claim.poll().ready and store.cpu.stats().misses == 4, "it is claimed where it is"
+    claim.close()
 
 
 def test_a_chunk_that_cannot_reach_the_device_is_served_from_the_cpu_tier(home, monkeypatch):
