@@ -211,6 +211,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
         lambda p: _hazy(p, lambda c: c.update(fixed_keys=c["frozen_keys"], fixed_values=c["frozen_values"])), "both frozen_keys and fixed_keys"),
     **{f"no {lost}": (lambda p, lost=lost: _hazy(p, lambda c: c.pop(lost)), f"{lost.split('_')[0]} {NO_PAIR}")
        for lost in ("frozen_values", "frozen_keys", "trainable_values")},
+    "no trainable part": (lambda p: _hazy(p, lambda c: (c.pop("trainable_keys"), c.pop("trainable_values"))), "frozen_keys and no trainable_keys"),
     "a layer of one tensor": (lambda p: _saved(p, [(torch.ones(1, 2, P, 64),)] * 3), NO_PAIR),
     "another dict": (lambda p: _saved(p, {"state_dict": {}, "epoch": 3}), "it has epoch, state_dict, and trainable_keys"),
     "gaps in layers": (
