@@ -346,6 +346,9 @@ def test_a_request_for_none_is_computed_and_finds_nothing_that_was_not():
     assert saved.kv_transfer_params == {TAG: "computed", "lmcache.skip_save": True}
     _rendered(routed := _request(), router="static", static={"*": "a"})
     assert routed.kv_transfer_params == {TAG: "computed"}, "the server's choice is for those that make none"
+    with pytest.raises(GracefulHTTPError, match="`required`") as caught:
+        _rendered(_request(), required=True)
+    assert caught.value.http_status == 400
 
 
 @pytest.mark.parametrize(
