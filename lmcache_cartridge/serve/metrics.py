@@ -52,7 +52,6 @@ TIER_NUMBERS = (
     Number("resident_chunks", "gauge", "Chunks a tier holds now.", "resident"),
     Number("resident_bytes", "gauge", "Bytes a tier holds. Ranks share the disk: take max, not sum."),
     Number("budget_bytes", "gauge", "Bytes a tier may hold. Ranks share the disk: take max, not sum."),
-    Number("free_bytes", "gauge", "Bytes of a tier's budget that nothing is in."),
     Number("loading_chunks", "gauge", "Loads into a tier in flight or queued.", "loading"),
     Number("held_chunks", "gauge", "Chunks that may not be evicted now.", "held"),
     Number("leased_chunks", "gauge", "Chunks found by a lookup and not read yet.", "leased"),
@@ -189,8 +188,6 @@ def _families(ranks: Iterable[Mapping[str, Any]], bounds: Sequence[float]) -> li
             if (value := status.get(row.key or row.name)) is not None:
                 metric.add_metric([rank], float(value) if isinstance(value, int | float) else len(value))
         for tier, counters in status["tiers"].items():
-            if "budget_bytes" in counters:
-                counters = counters | {"free_bytes": counters["budget_bytes"] - counters["resident_bytes"]}
             for row, metric in by_tier:
                 if (value := counters.get(row.key or row.name)) is not None:
                     metric.add_metric([tier, rank], float(value))

@@ -155,12 +155,10 @@ def read_model(model: Any, bases: Sequence[str], aliases: Mapping[str, Sequence[
 
 def read_flag(value: Any, what: str) -> bool:
     """Return what true, false, 1 or 0 means. Raises `Refusal` for anything else."""
-    flags = {"true": True, "1": True, "false": False, "0": False}
-    if isinstance(value, bool):
-        return value
-    if not isinstance(value, str) or (word := value.strip().lower()) not in flags:
+    flag = {"true": True, "1": True, "false": False, "0": False}.get(str(value).strip().lower())
+    if flag is None:
         raise Refusal(400, f"{what} must be true or false")
-    return flags[word]
+    return flag
 
 
 def read_references(fields: Mapping[str, Any], kv_params: Mapping[str, Any] | None) -> list[Reference]:
@@ -211,11 +209,11 @@ class Router:
         for malformed ones, and where header, model and body name different cartridges.
         """
         named, by_model = read_references(fields, kv_params), self.named_by(model)
-        for what, ids in (("the header X-Cartridges", header), ("`model`", by_model)):
-            if ids and named and [reference.id for reference in named] != list(ids):
-                raise Refusal(400, f"{what} and the body name different cartridges")
-        if header and by_model and tuple(header) != by_model:
-            raise Refusal(400, "the header X-Cartridges and `model` name different cartridges")
+        in_body = tuple(reference.id for reference in named)
+        told = {"the header X-Cartridges": tuple(header), "`model`": by_model, "the body": in_body}
+        told = {what: ids for what, ids in told.items() if ids}
+        if len(set(told.values())) > 1:
+            raise Refusal(400, f"{' and '.join(told)} name different cartridges")
         named = named or [Reference(id=name) for name in header or by_model] or self._default(fields, model, api_key)
         chain = [part for reference in named for part in self._parts(reference)]
         if len(chain) > MAX_CHAIN:
