@@ -50,7 +50,7 @@ class Watched:
             resident_names=resident_names,
         )  # fmt: skip
         self.registry = CollectorRegistry()
-        self.collector = StatusCollector(LOAD_SECONDS, registry=self.registry)
+        self.collector = StatusCollector(LOAD_SECONDS)
         self.registry.register(self.collector)
         self.requests = RequestMetrics(self.registry)
         Registry(self.settings.registry_path)
@@ -126,6 +126,7 @@ def serving(watched: Watched, key: str | None = None) -> Iterator[str]:
     add_routes(
         app,
         SimpleNamespace(
+            drain=Drain(0),
             library=None,
             settings=watched.settings,
             client=SimpleNamespace(ask=ask),
@@ -133,7 +134,6 @@ def serving(watched: Watched, key: str | None = None) -> Iterator[str]:
             resolver=Resolver(watched.settings),
             maker=None,
         ),
-        Drain(0),
     )
 
     @app.middleware("http")

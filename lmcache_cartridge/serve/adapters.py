@@ -122,21 +122,18 @@ def check(selection: Selection, adapter: Adapter | None) -> None:
     """
     if selection.tag is None:
         return
-    wanted, name = selection.lora, None if adapter is None else adapter.request.lora_name
-    if adapter is None:
-        if wanted is not None:
-            raise Refusal(422, f"{selection.names} was made with a LoRA adapter; name that adapter as the `model`")
-    elif wanted is None:
-        raise Refusal(
-            422, f"{selection.names} was made with the base model, and the LoRA adapter {name} computes other KV; ask the "
-            "base model, or make one by `build --lora`",
-        )  # fmt: skip
-    else:
-        adapter.check()
-        if adapter.digest != wanted:
+    wanted = selection.lora
+    if adapter is not None:
+        if wanted is None:
             raise Refusal(
-                422, f"{selection.names} was made with another LoRA adapter than {name}, or with other weights of it"
-            )
+                422, f"{selection.names} was made with the base model, and the LoRA adapter {adapter.request.lora_name} computes "
+                "other KV; ask the base model, or make one by `build --lora`",
+            )  # fmt: skip
+        adapter.check()
+    if (adapter and adapter.digest) != wanted:
+        raise Refusal(
+            422, f"{selection.names} was made with a LoRA adapter that the `model` does not name, or with other weights of it"
+        )  # fmt: skip
 
 
 def _directory(request: LoRARequest) -> Path:

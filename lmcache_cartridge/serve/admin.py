@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, FastAPI, Query, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
-from pydantic import BaseModel, ConfigDict
 
 from ..artifact.bytesource import ByteRange
 from ..artifact.reading import MANIFEST, PAYLOAD
@@ -25,11 +24,10 @@ from .adapters import Prefix
 from .chat import begun
 from .contexts import Context, Patched, Posted
 from .http import current, error, tenants_of
-from .request import Reference, Refusal, without_paths
+from .request import Reference, Refusal, unreadable, without_paths
 
 if TYPE_CHECKING:
     from .admission import Admission  # which loads vLLM
-    from .drain import Drain
     from .making import Maker
 
 logger = logging.getLogger("vllm.lmcache_cartridge.serve.admin")
@@ -44,17 +42,9 @@ _PAGE_ROWS = 1000
 """Most cartridges that one answer lists."""
 
 
-class Asked(BaseModel):
-    """What of a request may name cartridges; other fields are taken as they are."""
-
-    model_config = ConfigDict(extra="allow")
-    model: str | None = None
-    kv_transfer_params: dict[str, Any] | None = None
-
-
-def add_routes(app: FastAPI, admission: Admission, drain: Drain) -> None:
+def add_routes(app: FastAPI, admission: Admission) -> None:
     """Add the routes. Those that change anything answer 403 unless the setting `admin` is on."""
-    router = APIRouter(prefix="/v1/cartridges")
+    router, drain = APIRouter(prefix="/v1/cartridges"), admission.drain
 
     def allow() -> None:
         if not admission.settings.admin:
@@ -64,8 +54,7 @@ def add_routes(app: FastAPI, admission: Admission, drain: Drain) -> None:
         """Answer what no route answers itself."""
         if isinstance(problem, RegistryError):
             logger.warning("the registry cannot be read: %s", problem)
-            why = without_paths(str(problem), {})
-            problem = Refusal(503, f"the registry cannot be read now: {why}", retry_after_s=5)
+            problem = unreadable(problem)
         elif isinstance(problem, CartridgeError):
             status = 400 if isinstance(problem, ManifestError) else 409
             problem = Refusal(status, without_paths(str(problem), {}))
@@ -177,12 +166,11 @@ def add_routes(app: FastAPI, admission: Admission, drain: Drain) -> None:
         return (await asyncio.to_thread(_states, admission, ranks, rows))[0]
 
     @router.post("/tokens")
-    async def tokens(asked: Asked) -> Any:
+    async def tokens(asked: dict[str, Any]) -> Any:
         """Tell the token ids of the cartridges that a request names. Loads no KV."""
-        references = admission.router.choose(
-            asked.model_extra or {}, asked.kv_transfer_params, asked.model, current().api_key, current().named
-        )
-        current().tenants = tenants_of((asked.model_extra or {}).get("cache_salt"), current().api_key)
+        params, model, key = asked.get("kv_transfer_params"), asked.get("model"), current().api_key
+        references = admission.router.choose(asked, params, model, key, current().named)
+        current().tenants = tenants_of(asked.get("cache_salt"), key)
         selection = await admission.resolve(references) if references else None
         return {"token_ids": list(selection.token_ids) if selection else []}
 

@@ -68,8 +68,8 @@ class Admission:
     client: ControlClient
     canaries: Canaries
 
-    def __init__(self, settings: Settings, *, max_reads: int = MAX_READS) -> None:
-        """At most `max_reads` manifests are read at once. Raises `SettingsError` for a secret that is none."""
+    def __init__(self, settings: Settings) -> None:
+        """Raises `SettingsError` for a secret that is none."""
         self.settings, self.drain = settings, Drain(settings.drain_s)
         self.follower = follower_of(settings)
         """What follows the published library, where settings name one."""
@@ -77,7 +77,7 @@ class Admission:
         self.secret = settings.salt_secret() or secrets.token_bytes(32)
         """Makes the salts of this server's requests differ from all that a client can send."""
         self._pool = ThreadPoolExecutor(8, thread_name_prefix="cartridge-request")
-        self._reads = Workers("cartridge-read", max_reads, one_a_group=True)
+        self._reads = Workers("cartridge-read", MAX_READS, one_a_group=True)
         self.adapters = Adapters({})
         self.maker: Maker | None = None
         """What makes contexts, where clients may have any made."""

@@ -125,7 +125,7 @@ class Canaries:
         client: ControlClient,
         resolve: Callable[[Sequence[Reference]], Awaitable[Selection]],
         chunk_tokens: int,
-        fingerprint: Fingerprint | None = None,
+        fingerprint: Fingerprint,
     ) -> None:
         """`chunk_tokens` is LMCache's chunk size, `fingerprint` the engine's, for the setting `accept_weights`."""
         self._settings, self._engine, self._client = settings, engine, client

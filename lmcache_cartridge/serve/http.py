@@ -49,9 +49,9 @@ _NOTICE = b"x-cartridges-notice"
 class Gate:
     """ASGI middleware behind authentication: looks into bodies that may have to do with cartridges, and no others."""
 
-    def __init__(self, app: Any, settings: Settings, router: Router | None = None) -> None:
+    def __init__(self, app: Any, settings: Settings, router: Router) -> None:
         """`router` comes to know the server's models, which names of cartridges may stand in the place of."""
-        self._app, self._settings, self._router = app, settings, router or Router(settings)
+        self._app, self._settings, self._router = app, settings, router
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http" or scope["method"] not in ("POST", "PUT", "PATCH"):

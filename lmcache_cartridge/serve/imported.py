@@ -40,14 +40,14 @@ _AT_ONCE = 2
 """Children at once in one API server; each has a core for some seconds."""
 _MAX_WAITING = 8
 """Files that wait for their turn, each with a thread; others are told to come again."""
-_DEADLINE_S = 600.0
+DEADLINE_S = 600.0
 _REFUSED_S = 60.0
 """How long a file that was refused is not looked at again, unless it changes."""
 _USED_S = 3600.0
 """What was used so recently is not removed for others."""
 _FRESH_S = 10.0
 """How long an object on S3 is not asked for its revision again."""
-_MEMORY_BYTES = 32 << 30
+MEMORY_BYTES = 32 << 30
 """Address space that torch may take by itself; to it come four times the file."""
 _PIECE_BYTES = 64 << 20
 _BESIDE = ("prefix_token_ids.json", "document_token_ids.json", "meta.json")
@@ -84,13 +84,9 @@ class Served(NamedTuple):
 class Imports:
     """Artefacts made of files, under `cache_dir/imported`, which processes may share. Safe from any thread."""
 
-    def __init__(
-        self, settings: Settings, source: ByteSource, *, clock: Callable[[], float] = time.monotonic,
-        deadline_s: float = _DEADLINE_S, memory_bytes: int = _MEMORY_BYTES,
-    ) -> None:  # fmt: skip
+    def __init__(self, settings: Settings, source: ByteSource, *, clock: Callable[[], float] = time.monotonic) -> None:
         """`source` reads objects on S3. Touches no file before the first call."""
         self._settings, self._source, self._clock = settings, source, clock
-        self._deadline_s, self._memory_bytes = deadline_s, memory_bytes
         self._directory = settings.cache_dir / "imported"
         self._slots = threading.BoundedSemaphore(_AT_ONCE)
         self._waiting = threading.BoundedSemaphore(_AT_ONCE + _MAX_WAITING)
@@ -219,7 +215,7 @@ class Imports:
             raise busy
         try:
             self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-            with self._slots, locked(self._directory / f".lock-{key[:2]}", self._deadline_s):
+            with self._slots, locked(self._directory / f".lock-{key[:2]}", DEADLINE_S):
                 yield
         except TimeoutError:
             raise busy from None
@@ -232,7 +228,7 @@ class Imports:
     def _import(self, key: str, path: Path, work: Path, name: str, size: int, shown: str) -> Path:
         """Return the directory that a child has made. Raises `Refusal`, which is remembered where the file is at fault."""
         assert self.served is not None
-        command = self.served.command(path, name, work, self._memory_bytes + 4 * size)
+        command = self.served.command(path, name, work, MEMORY_BYTES + 4 * size)
         environment = {k: v for k, v in os.environ.items() if not _SECRETS.search(k)} | {
             "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1",
         }  # fmt: skip
@@ -242,7 +238,7 @@ class Imports:
                 start_new_session=True,
             )  # fmt: skip
             try:
-                status = child.wait(self._deadline_s)
+                status = child.wait(DEADLINE_S)
             except subprocess.TimeoutExpired:
                 status = None
             finally:
@@ -252,7 +248,7 @@ class Imports:
         made = work / "cartridges" / name / "1"
         if status == 0 and (made / reading.MANIFEST).is_file():
             return made
-        why = _reason(work / "errors", path) if status is not None else f"it took more than {self._deadline_s:g} s"
+        why = _reason(work / "errors", path) if status is not None else f"it took more than {DEADLINE_S:g} s"
         message = f"{shown} cannot be imported: {why}"
         logger.warning("%s: %s", path, why)
         self._refused.put(key, (self._clock() + _REFUSED_S, message))
@@ -262,7 +258,7 @@ class Imports:
         """Remove what was not used for longest until another one has room. Raises `Refusal` where all is in use."""
         now, there = time.time(), []
         for root in self._directory.iterdir():
-            if root.name.startswith(_UNFINISHED) and root.stat().st_mtime < now - _USED_S - self._deadline_s:
+            if root.name.startswith(_UNFINISHED) and root.stat().st_mtime < now - _USED_S - DEADLINE_S:
                 shutil.rmtree(root, ignore_errors=True)  # of a process that was killed
             elif not root.name.startswith(".") and root.is_dir():
                 there.append((root.stat().st_mtime, sum(p.stat().st_size for p in root.iterdir()), root))

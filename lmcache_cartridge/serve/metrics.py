@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.lmcache_cartridge.serve.metrics")
 
 PREFIX = "lmcache_cartridge_"
-_EVERY_S = 1.0
+EVERY_S = 1.0
 """How often the workers are asked for their numbers."""
 _WAIT_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0)
 
@@ -89,7 +89,6 @@ SERVER_NUMBERS = (
     Number("positions", "counter", "Prompt positions that cartridges with KV took in used requests."),
     Number("request_wait_seconds", "histogram", "Time a request waited for its cartridges to be loaded."),
     Number("waiting_requests", "gauge", "Requests that wait for their cartridges now."),
-    Number("status_failures", "counter", "Times the workers did not tell their numbers."),
     Number("status_age_seconds", "gauge", "Age of the numbers with a rank. More than some seconds: workers hang."),
 )  # fmt: skip
 """Of the API server itself."""
@@ -131,7 +130,6 @@ class StatusCollector:
         load_bounds: Sequence[float],
         *,
         clock: Callable[[], float] = time.monotonic,
-        registry: CollectorRegistry | None = None,
         library: Callable[[], Following | None] = lambda: None,
     ) -> None:
         """`load_bounds` are those of `load_counts`: `loads.LOAD_SECONDS`. It does not register itself."""
@@ -140,17 +138,12 @@ class StatusCollector:
         """The name under which the model is served; what is resident is told as `MODEL:ID`."""
         self._families: list[Metric] = []
         self._updated_at: float | None = None
-        self._failures = _metric("status_failures", registry)
 
     def update(self, ranks: Iterable[Mapping[str, Any]]) -> None:
         """Take in the statuses of all ranks. Where one is not as it should be it raises, and the last ones stay."""
         ranks = list(ranks)
         self._families = _families(ranks, self._bounds) + _residents(ranks, self.model)
         self._updated_at = self._clock()
-
-    def fail(self) -> None:
-        """Count an update that could not be had."""
-        self._failures.inc()
 
     def collect(self) -> Iterator[Metric]:
         """Yield the last numbers and how old they are; does not block."""
@@ -229,7 +222,7 @@ class RequestMetrics:
         self._outcomes = {name: _metric(name, registry) for name in OUTCOMES}
         self.context_seconds = _metric("context_seconds", registry, buckets=_WAIT_SECONDS)
         self.context_bytes = _metric("context_bytes", registry, multiprocess_mode="mostrecent")
-        self._positions = _metric("positions", registry)
+        self.positions = _metric("positions", registry)
         self._waits = _metric("request_wait_seconds", registry, buckets=_WAIT_SECONDS)
         self._waiting = _metric("waiting_requests", registry, multiprocess_mode="livesum")
 
@@ -264,10 +257,6 @@ class RequestMetrics:
         """Measure how long a request waits for its cartridges, whatever comes of it."""
         with self._waiting.track_inprogress(), self._waits.time():
             yield
-
-    def injected(self, positions: int) -> None:
-        """Count positions that the engine gets the KV of."""
-        self._positions.inc(positions)
 
     def count(self, name: str, outcome: str, by: int = 1) -> None:
         """Count, of a metric in `OUTCOMES`, what came out so."""
@@ -304,18 +293,15 @@ def attach(app: FastAPI, collector: StatusCollector) -> None:
         return Response(generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
-async def follow(
-    collector: StatusCollector, status: Callable[[], Awaitable[Any]], *, every_s: float = _EVERY_S
-) -> NoReturn:
-    """Keep `collector` up to date until cancelled. A failure is logged once, counted each time, and tried again."""
+async def follow(collector: StatusCollector, status: Callable[[], Awaitable[Any]]) -> NoReturn:
+    """Keep `collector` up to date until cancelled. A failure is logged once and tried again; the numbers grow old."""
     complaint = None
     while True:
         try:
             collector.update(await status())
             complaint = None
         except Exception as error:
-            collector.fail()
             if str(error) != complaint:
                 logger.warning("the metrics are not up to date: %s", error)
             complaint = str(error)
-        await asyncio.sleep(every_s)
+        await asyncio.sleep(EVERY_S)

@@ -56,7 +56,7 @@ class CartridgePlugin:
         app.add_middleware(Gate, settings=self._admission.settings, router=self._admission.router)
         app.add_middleware(ResponseHeaders)
         app.add_middleware(DrainGate, drain=self._admission.drain)
-        add_routes(app, self._admission, self._admission.drain)
+        add_routes(app, self._admission)
         self.collector = StatusCollector(LOAD_SECONDS, library=lambda: self._admission.library)
         attach(app, self.collector)
         gc.freeze()

@@ -51,6 +51,11 @@ def without_paths(reason: str, places: Mapping[str, str]) -> str:
     return _PATHS.sub("", reason)
 
 
+def unreadable(error: Exception) -> Refusal:
+    """Return what a client is told where the registry cannot be read."""
+    return Refusal(503, f"the registry cannot be read now: {without_paths(str(error), {})}", retry_after_s=5)
+
+
 class Reference(BaseModel):
     """One cartridge as a request names it."""
 

@@ -43,7 +43,7 @@ from ..sources.s3 import S3Source
 from ..sources.sources import Sources
 from .contexts import PUBLISHED, Contexts
 from .imported import SUFFIX, Imports
-from .request import NeedsReading, Reference, Refusal, StillMade, Unservable, shorten, without_paths
+from .request import NeedsReading, Reference, Refusal, StillMade, Unservable, shorten, unreadable, without_paths
 
 logger = logging.getLogger("vllm.lmcache_cartridge.serve.resolve")
 
@@ -315,8 +315,7 @@ class Resolver:
                 self._warned_s = self._clock()
                 logger.warning("what was found before is served on: %s", error)
             if known is None:
-                why = f"the registry cannot be read now: {without_paths(str(error), {})}"
-                raise Refusal(503, why, retry_after_s=5) from None
+                raise unreadable(error) from None
             return known
         return self._rows.put(reference.id, rows)
 

@@ -128,7 +128,7 @@ class CartridgeRenderer(Around):
         http.note(selection.replaced if claim.is_text else selection.used(), is_pending=is_granted)
         outcome.value = "failed" if not engine_inputs else "document" if claim.is_text else "used"
         if is_granted:
-            requests().injected(selection.positions * len(engine_inputs))
+            requests().positions.inc(selection.positions * len(engine_inputs))
         return result
 
     def _prepend(self, engine_input: dict[str, Any], request: Any, claim: Claim) -> None:

@@ -74,7 +74,7 @@ def test_rates_are_what_happened_between_two_readings(watched, url):
     watched.look_up(made, "rated")
     before, _ = top.read(url)
     watched.look_up(made, "rated")
-    watched.requests.injected(400)
+    watched.requests.positions.inc(400)
     now, _ = top.read(url)
     rates = top.rates(now, before, 4.0)
     assert rates["hits_total"]["cpu"] == 4 * RANKS / 4

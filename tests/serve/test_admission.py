@@ -23,6 +23,7 @@ from waiting import until
 
 with quietly():
     from lmcache_cartridge.engine.host_api import control_paths
+    from lmcache_cartridge.serve import admission as admitting
     from lmcache_cartridge.serve.admission import Admission
 
 from lmcache_cartridge.artifact import reading
@@ -46,10 +47,10 @@ def serve(home, store):
     """Return a function that starts the admission of an API server over the store."""
     server, opened = ControlServer(lambda: store), []
 
-    def make(*, engine: Any = None, max_reads: int = 64, **settings: Any) -> Admission:
+    def make(*, engine: Any = None, **settings: Any) -> Admission:
         roots = [str(home.path / "roots")]
         given = {"home": home.path, "roots": roots, "ready_timeout_s": 60} | settings
-        admission = Admission(from_mapping(given), max_reads=max_reads)
+        admission = Admission(from_mapping(given))
         engine = engine or SimpleNamespace()
         if not hasattr(engine, "model_config"):
             engine.model_config = SimpleNamespace(max_model_len=1 << 20, model=str(home.path / "none"))
@@ -196,8 +197,9 @@ def hanging(home, monkeypatch):
     hanging.go_on.set()
 
 
-def test_artefacts_that_hang_take_a_thread_for_each_location_and_no_other_requests_time(serve, hanging):
-    admission = serve(max_reads=3)
+def test_artefacts_that_hang_take_a_thread_for_each_location_and_no_other_requests_time(serve, hanging, monkeypatch):
+    monkeypatch.setattr(admitting, "MAX_READS", 3)
+    admission = serve()
 
     async def live() -> None:
         await _admit(admission, "hot")
@@ -218,8 +220,9 @@ def test_artefacts_that_hang_take_a_thread_for_each_location_and_no_other_reques
     _run(live())
 
 
-def test_a_manifest_that_is_not_read_in_time_is_a_503(serve, hanging):
-    admission = serve(ready_timeout_s=0.5, max_reads=1)
+def test_a_manifest_that_is_not_read_in_time_is_a_503(serve, hanging, monkeypatch):
+    monkeypatch.setattr(admitting, "MAX_READS", 1)
+    admission = serve(ready_timeout_s=0.5)
     assert [_run(_status(admission, hanging.root(n))) for n in (0, 0, 1)] == [503] * 3
     assert len(hanging.waiting) == 1
     assert _run(_status(serve(), "hot")) == 200

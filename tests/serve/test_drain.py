@@ -30,7 +30,7 @@ def served(drain: Drain, *, admin: bool = True, asked: Any = (), let_go: Any = N
     """Return a server whose completions say that they were asked, and wait until they are let go."""
     app = FastAPI()
     app.add_middleware(DrainGate, drain=drain)
-    add_routes(app, SimpleNamespace(settings=SimpleNamespace(admin=admin)), drain)
+    add_routes(app, SimpleNamespace(settings=SimpleNamespace(admin=admin), drain=drain))
 
     @app.get("/health")
     @app.post("/tokenize")

@@ -19,6 +19,7 @@ from lmcache_cartridge.artifact import reading
 from lmcache_cartridge.cli.recall import MODEL_DIR
 from lmcache_cartridge.errors import UnsupportedModel
 from lmcache_cartridge.make.model import CausalModel
+from lmcache_cartridge.serve import imported
 from lmcache_cartridge.serve.imported import Imports, Served
 from lmcache_cartridge.serve.request import Reference, Refusal, shorten
 from lmcache_cartridge.serve.resolve import NeedsReading, Resolver
@@ -150,18 +151,17 @@ def test_what_was_refused_is_not_tried_again_for_a_while_unless_it_changes(home)
 
 
 @pytest.mark.parametrize(("what", "why"), [("hang", "more than 0.5 s"), ("die", "the import failed")])
-def test_a_child_that_hangs_or_dies_costs_its_own_import(home, what, why):
+def test_a_child_that_hangs_or_dies_costs_its_own_import(home, what, why, monkeypatch):
+    monkeypatch.setattr(imported, "DEADLINE_S", 0.5 if what == "hang" else 60)
     resolver = home.resolver()
-    resolver.imports = Imports(home.settings, resolver.imports._source, deadline_s=0.5 if what == "hang" else 60)
-    resolver.imports.served = home.served
     assert why in _refused(resolver, home.file("x.pt", what))[2]
     left = [path.name for path in (home.settings.cache_dir / "imported").iterdir() if not path.name.startswith(".lock")]
     assert left == [], "nothing unfinished stays"
 
 
-def test_a_child_has_a_limit_of_memory_before_it_loads_anything(home):
+def test_a_child_has_a_limit_of_memory_before_it_loads_anything(home, monkeypatch):
     resolver = home.resolver(Served(str(MODEL_DIR), "bfloat16", 256))
-    resolver.imports._memory_bytes = 48 << 20
+    monkeypatch.setattr(imported, "MEMORY_BYTES", 48 << 20)
     assert "the import failed" in _refused(resolver, home.file("x.pt"))[2]
 
 
