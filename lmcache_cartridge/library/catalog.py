@@ -29,8 +29,7 @@ class Catalog(Entries):
 
     def is_at_hand(self, tag: str) -> bool:
         """Whether `require` answers without reading anything."""
-        digests = tag.split(".")
-        return len(digests) == 1 or self.index.has(tag) or not all(map(self.knows, digests))
+        return "." not in tag or self.index.has(tag) or not all(map(self.knows, tag.split(".")))
 
     def locations(self, tag: str) -> set[str]:
         """Return where those cartridges of a tag lie that are known."""
@@ -44,7 +43,7 @@ class Catalog(Entries):
         """`derive`, but raise why a cartridge or chain will not be served."""
         for digest in tag.split("."):
             entry = self._entries.get(digest)
-            error = None if entry is None else entry.error
+            error = entry.error if entry else None
             if error is None and (reason := self.quarantined.get(digest)) is not None:
                 error = CartridgeError(reason)
             if error is not None:

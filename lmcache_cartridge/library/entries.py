@@ -132,6 +132,8 @@ class Entries:
         with self._refreshing:
             look = self._registry.look(self._revision)
             self._quarantine.follow()
+            for digest in self.quarantined:
+                self._doubt(digest)
             gone = self._take_in(*look) if look is not None else set()
             with self._lock:
                 removed = [digest for digest in gone if not self._entries[digest].names]
@@ -225,22 +227,26 @@ class Entries:
         """
         if self._quarantine.put(digest, reason, location):
             logger.error("cartridge %s at %s is quarantined: %s", self.names_of(digest) or digest, location, reason)
-        for one in self.registered(digest):
-            if self._location_of(digest) == location and not self._quarantine.holds(digest, one.location):
-                with self._lock:
-                    if self._registered.get(one.name) == one:  # else it was removed meanwhile
-                        self._unread[one.name] = _Unread()
+        for one in self._doubt(digest):
+            if self._location_of(digest) == location:
                 self._read(one)
         return self._location_of(digest) != location
 
+    def _doubt(self, digest: str) -> list[RegistryEntry]:
+        """Have all copies of a digest read again that are not quarantined, and return them."""
+        with self._lock:
+            others = [one for one in self.registered(digest) if not self._quarantine.holds(digest, one.location)]
+            self._unread = {one.name: _Unread() for one in others} | self._unread
+            return others
+
     def _location_of(self, digest: str) -> str | None:
         row = self._row(digest)
-        return None if row is None else row.location
+        return row.location if row else None
 
     def _row(self, digest: str) -> Row | None:
         """Return the row of a cartridge that can be served, None for any other."""
         entry = self._entries.get(digest)
-        return None if entry is None else entry.row
+        return entry.row if entry else None
 
     def close(self) -> None:
         """Stop reading. Blocks for what is being read, and to keep what was read, but not for what hangs."""

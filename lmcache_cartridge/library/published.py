@@ -278,10 +278,10 @@ def _decode(data: bytes, name: str) -> _Index:
         fields: Any = msgspec.json.decode(plain)
         written = fields.get("format") if isinstance(fields, dict) else None
         if isinstance(written, int) and written != _FORMAT:
-            todo = (
-                "upgrade lmcache-cartridge" if written > _FORMAT else "publish its cartridges again, at another place"
+            raise RegistryError(
+                f"{name} has format {written}, this release knows {_FORMAT}; upgrade lmcache-cartridge, or publish its cartridges "
+                "again, at another place"
             )
-            raise RegistryError(f"{name} has format {written}, this release knows {_FORMAT}; {todo}")
         index = _decoder.decode(plain)
         for one in {row.id for row in index.cartridges} | {label for label, *_ in index.labels}:
             check_id(one)

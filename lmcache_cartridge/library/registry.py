@@ -165,7 +165,7 @@ class Registry:
         """
 
         def change(db: sqlite3.Connection) -> RegistryEntry:
-            target = _candidates(db, name, 1)[0]
+            target = _candidates(db, name)[0]
             db.execute("UPDATE cartridges SET promoted = 0 WHERE id = ? AND version > ? AND promoted", target[:2])
             db.execute("UPDATE cartridges SET promoted = 1 WHERE id = ? AND version = ?", target[:2])
             return target
@@ -179,7 +179,7 @@ class Registry:
         """
 
         def change(db: sqlite3.Connection) -> RegistryEntry:
-            target = _candidates(db, name, 1)[0]
+            target = _candidates(db, name)[0]
             if labels:
                 db.execute("DELETE FROM labels WHERE id = ? AND version = ?", target[:2])
             joined = "SELECT group_concat(label, ', ') FROM labels WHERE id = ? AND version = ?"
@@ -208,7 +208,7 @@ class Registry:
         check_id(label)
 
         def change(db: sqlite3.Connection) -> RegistryEntry:
-            target = _candidates(db, name, 1)[0]
+            target = _candidates(db, name)[0]
             _point(db, label, target, warm=warm)
             return target
 
@@ -219,15 +219,15 @@ class Registry:
 
         Raises `CartridgeNotFound`.
         """
-        return self.candidates(name, limit=1)[0]
+        return self.candidates(name)[0]
 
-    def candidates(self, name: str, *, limit: int = _MOST_CANDIDATES) -> list[RegistryEntry]:
+    def candidates(self, name: str) -> list[RegistryEntry]:
         """Return what `name` may stand for: what `find` returns, and for an id its older promoted versions, newest first.
 
         Raises `CartridgeNotFound`.
         """
         with self._connect() as db:
-            return _candidates(db, name, limit)
+            return _candidates(db, name, _MOST_CANDIDATES)
 
     def current(self, ids: Iterable[str]) -> set[str]:
         """Return the `id@version` that each of some ids means without a version."""
@@ -362,7 +362,7 @@ def _entries(db: sqlite3.Connection, rest: str, *values: object) -> list[Registr
     return _decode(msgspec.msgpack.encode(rows))
 
 
-def _candidates(db: sqlite3.Connection, name: str, limit: int) -> list[RegistryEntry]:
+def _candidates(db: sqlite3.Connection, name: str, limit: int = 1) -> list[RegistryEntry]:
     cartridge_id, version = _parts(name)
     if version is not None:
         rows = _entries(db, "WHERE id = ? AND version = ?", cartridge_id, version)

@@ -227,9 +227,10 @@ class Maker:
             requests().count("contexts", "failed")
             if type(error) is OSError:
                 error = Refusal(507, f"the context cannot be written: {error.strerror}")
-            soon = time.time() + _LEASE_S
-            told = without_paths(str(error), {}), soon, context.id, context.key
-            if await asyncio.to_thread(self._run, _FAILED, *told):  # else another has removed it, and may make it anew
+            why, soon = without_paths(str(error), {}), time.time() + _LEASE_S
+            if await asyncio.to_thread(
+                self._run, _FAILED, why, soon, context.id, context.key
+            ):  # else another has removed it, and may make it anew
                 with suppress(CartridgeError):
                     await asyncio.to_thread(self._withdraw, context)
             raise error from None

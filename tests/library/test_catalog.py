@@ -218,10 +218,11 @@ kinds = pytest.mark.parametrize("kind", ["prefill", "trained"])
 @kinds
 def test_a_flipped_bit_in_one_copy_takes_nothing_from_the_other(home, opened, copy, kind):
     made, prompt = _copies(home, copy, kind)
-    store = opened()
-    for find in (lambda: store, lambda: store, opened):  # the last as another process, or the next start
+    store, beside = opened(), opened()
+    for find in (lambda: store, lambda: store, lambda: beside, opened):  # the last ones as other processes
         other = find()
         other.refresh()
+        until(lambda: not other.refused())  # noqa: B023
         other.evict(made.manifest.digest)
         assert_served(other, made, prompt)
         assert (sorted(other.names()), other.refused()) == (sorted(["m@1", f"{copy}@1"]), {})

@@ -257,7 +257,7 @@ def _row(place: int, value: Any) -> dict[str, Any]:
             )
         ),
         ({"format": 3}, "has format 3, this release knows 2; upgrade lmcache-cartridge"),
-        ({"format": 1}, "has format 1, this release knows 2; publish its cartridges again"),
+        ({"format": 1}, "has format 1, this release knows 2; upgrade"),
         ({"labels": [["x", "nobody", 1, False]]}, "one with a label is not there"),
         ({"labels": [["../x", "a", 1, False]]}, "cannot be a cartridge id"),
         (_row(0, "../up"), "cannot be a cartridge id"),
