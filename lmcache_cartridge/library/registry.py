@@ -242,7 +242,7 @@ class Registry:
         """Return every version of every cartridge, by id and version."""
         return self._select("ORDER BY id, version")
 
-    def page(self, limit: int, after: str = "") -> list[RegistryEntry]:
+    def page(self, limit: int, after: str) -> list[RegistryEntry]:
         """Return up to `limit` versions, by id and version, those that come after the `id@version` `after`."""
         cartridge_id, version = _parts(after)
         return self._select(

@@ -102,7 +102,7 @@ def index_of(where: Where) -> dict[str, Any]:
 
 
 def packed(index: Any) -> bytes:
-    return gzip.compress(json.dumps(index).encode())
+    return gzip.compress(json.dumps(index).encode(), mtime=0)
 
 
 def names(registry: Registry) -> list[str]:
@@ -252,7 +252,7 @@ def _row(place: int, value: Any) -> dict[str, Any]:
         *(
             (spoilt, "damaged or was written by something else")
             for spoilt in (
-                b"", b"x" * 99, packed({"format": 2})[:-9], gzip.compress(b"\xff\xfe"), gzip.compress(b"[" * 5000), packed({}),
+                b"", b"x" * 99, packed({"format": 2})[:-9], gzip.compress(b"\xff\xfe", mtime=0), gzip.compress(b"[" * 5000, mtime=0), packed({}),
                 {"more": 1}, _row(1, 0), _row(1, 10**18 * 9), _row(2, "x"), _row(3, "program"), _row(4, -1),
             )
         ),

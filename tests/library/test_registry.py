@@ -209,7 +209,7 @@ def test_bytes_that_are_no_text_give_a_registry_error_that_says_what_to_do(regis
     db.commit()
     db.close()
     reader = Registry(registry.path, read_only=True)
-    for read in (reader.all, lambda: reader.find("doc"), reader.look, lambda: reader.page(10), registry.all):
+    for read in (reader.all, lambda: reader.find("doc"), reader.look, lambda: reader.page(10, ""), registry.all):
         with pytest.raises(RegistryError, match="; restore a copy"):
             read()
 
