@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -11,11 +12,11 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 from picking import service
-from recall.ward import Fact, ask
+from recall.ward import Fact, ask, write_document
 from routers import envoy
 from serving import SERVER_ARGS
 from waiting import until
-from wards import MODEL, patients, register, write_ward
+from wards import MODEL, patients, prefill, register, sure, write_ward
 
 from lmcache_cartridge.fleet.config import of_mapping
 from lmcache_cartridge.fleet.service import Fleet
@@ -24,7 +25,10 @@ from lmcache_cartridge.serve.launch import free_port, plan
 from lmcache_cartridge.serve.processes import ServerProcess
 from lmcache_cartridge.settings import from_mapping
 
-NAMES = [f"doc-{number}" for number in range(6)]
+COUNT = int(os.environ.get("FLEET_CARTRIDGES", "6"))
+"""Of each group."""
+LETTERHEAD = 256
+"""Tokens that documents of one group begin with."""
 
 
 class Servers(NamedTuple):
@@ -35,9 +39,10 @@ class Servers(NamedTuple):
     facts: dict[str, list[Fact]]
     """What the model answers right, by cartridge."""
 
-    def place(self) -> dict[str, str]:
-        """Preload the cartridges at servers in turn, shuffled; return where each is."""
-        placed = {name: f"s{n % 2}" for n, name in enumerate(random.Random(3).sample(NAMES, len(NAMES)))}
+    def place(self, group: str) -> dict[str, str]:
+        """Preload a group's cartridges at servers in turn, shuffled; return where each is."""
+        names = random.Random(group).sample(sorted(self.facts), len(self.facts))
+        placed = {name: f"s{n % 2}" for n, name in enumerate(name for name in names if name.startswith(group))}
         for name, server in placed.items():
             url = f"{self.urls[int(server[1:])]}/v1/cartridges/{name}/preload"
             until(lambda url=url: httpx.post(url, timeout=60).raise_for_status().status_code == 200)
@@ -55,10 +60,16 @@ def servers(tmp_path_factory):
     home = tmp_path_factory.mktemp("home")
     settings = from_mapping({"home": home, "cpu_bytes": 256 << 20, "required": True, "admin": True, "kv_events": True})
     model, facts = CausalModel(MODEL), {}
-    for name in ["step", *NAMES]:
+    for name in ["step"] + [f"picked-{number}" for number in range(COUNT)]:
         ward = write_ward(model, patients(len(facts) % 4, 4), name, tokens=300)
         register(model, settings, ward.ids, name=name)
         facts[name] = ward.facts
+    head = write_ward(model, patients(0, 4), "letterhead", tokens=300).ids[:LETTERHEAD]
+    for name in (f"shared-{number}" for number in range(COUNT)):
+        document = write_document(random.Random(name), 700, patients(1, 4))
+        ids = head + model.encode(document.text, special=False)
+        register(model, settings, ids, name=name)
+        facts[name] = sure(model, prefill(model, ids), document.facts)
     with ExitStack() as stack:
         pods, started = [], []
         for number in range(2):
@@ -67,8 +78,15 @@ def servers(tmp_path_factory):
                 "enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{events}",
                 "replay_endpoint": f"tcp://*:{replay}",
             }  # fmt: skip
-            args = [*SERVER_ARGS, "--enable-scale-out", "--served-model-name", f"s{number}", "m",
-                    "--kv-events-config", json.dumps(told)]  # fmt: skip
+            args = [
+                *SERVER_ARGS,
+                "--enable-scale-out",
+                "--served-model-name",
+                f"s{number}",
+                "m",
+                "--kv-events-config",
+                json.dumps(told),
+            ]
             started.append(ServerProcess(plan(MODEL, settings, vllm_args=args), home / f"{number}.log"))
             pods.append({
                 "name": f"s{number}", "events": f"tcp://127.0.0.1:{events}", "replay": f"tcp://127.0.0.1:{replay}",
@@ -79,11 +97,12 @@ def servers(tmp_path_factory):
         yield Servers(urls, [pod | {"url": url} for pod, url in zip(pods, urls, strict=True)], facts)
 
 
-def _answers(servers: Servers, url: str) -> dict[str, str]:
-    """Ask for each cartridge, shuffled, every other one as a stream; return who answered. All are right."""
+def _answers(servers: Servers, url: str, group: str) -> dict[str, str]:
+    """Ask for each cartridge of a group, shuffled, every other one as a stream; return who answered. All are right."""
     answered = {}
+    names = [name for name in servers.facts if name.startswith(group)]
     with httpx.Client(base_url=url, timeout=120) as http:
-        for number, name in enumerate(random.Random(7).sample(NAMES, len(NAMES))):
+        for number, name in enumerate(random.Random(7).sample(names, len(names))):
             fact, is_stream = servers.facts[name][0], number % 2 == 1
             body = {"model": "m", "prompt": ask(fact, 0), "max_tokens": 1, "temperature": 0, "stream": is_stream}
             way = [{"cartridges": [name]}, {"cartridges": [{"id": f"{name}@1"}]}, {}][number % 3]
@@ -91,8 +110,12 @@ def _answers(servers: Servers, url: str) -> dict[str, str]:
             reply = http.post("/v1/completions", json=body | way, headers=headers)
             assert reply.status_code == 200, reply.text
             assert reply.headers["x-cartridges"].startswith(f"{name}@1;")
-            lines = [line.removeprefix("data: ") for line in reply.text.splitlines()]
-            pieces = [json.loads(line) for line in lines if line.startswith("{")]
+            lines = (
+                [line[6:] for line in reply.text.splitlines() if line.startswith("data: {")]
+                if is_stream
+                else [reply.text]
+            )
+            pieces = [json.loads(line) for line in lines]
             assert "".join(one["choices"][0]["text"] for one in pieces).split() == [fact.value]
             answered[name] = pieces[0]["model"]
     return answered
@@ -114,7 +137,7 @@ def _scored(url: str, placed: dict[str, str]) -> int:
 
 
 def test_each_is_answered_by_the_server_that_it_was_placed_at(servers, tmp_path):
-    placed = servers.place()
+    placed = servers.place("picked")
     with (
         service(Fleet(of_mapping({"pods": servers.pods, "poll_s": 0.2}))) as running,
         envoy(servers.urls, tmp_path, picker=running.url) as url,
@@ -122,7 +145,33 @@ def test_each_is_answered_by_the_server_that_it_was_placed_at(servers, tmp_path)
 
         def is_told() -> bool:
             servers.step()
-            return _scored(running.url, placed) == len(NAMES)
+            return _scored(running.url, placed) == COUNT
 
         until(is_told, timeout_s=120)  # the tiers are looked at now and then, and what is seen goes with a step
-        assert _answers(servers, url) == placed
+        answered = _answers(servers, url, "picked")
+        right = sum(answered[name] == home for name, home in placed.items())
+        print(f"{right} of {len(placed)} by the server that it was placed at")
+        assert answered == placed
+
+
+def test_cartridges_that_begin_alike_are_loaded_once_each(servers, tmp_path):
+    """Whoever has one of them has the first blocks of all."""
+    with (
+        service(Fleet(of_mapping({"pods": servers.pods, "poll_s": 0.2}))) as running,
+        envoy(servers.urls, tmp_path, picker=running.url) as url,
+    ):
+        answered: list[dict[str, str]] = []
+        for _ in range(3):
+            answered.append(_answers(servers, url, "shared"))
+            servers.step()
+        has_told = f"{running.url}/score"
+        told = httpx.post(has_told, json={"cartridges": ["shared-0"], "model": "m"}, timeout=60).json()
+    shares = sorted(one["share"] for one in told["receipt"]["scores"].values())
+    assert 0 < shares[0] < 0.5 <= shares[1], f"the control: both have its beginning, one has it: {shares}"
+    held: dict[str, set[str]] = {}
+    for number, server in enumerate(servers.urls):
+        for entry in httpx.get(f"{server}/v1/cartridges", params={"active": "true"}, timeout=60).json()["data"]:
+            held.setdefault(entry["id"], set()).add(f"s{number}")
+    assert {name: held[name] for name in answered[0]} == {name: {server} for name, server in answered[0].items()}
+    assert answered[1] == answered[2] == answered[0]
+    assert set(answered[0].values()) == {"s0", "s1"}

@@ -144,12 +144,12 @@ def test_a_cartridge_that_is_not_sound_is_not_published(where):
 
 
 @EVERYWHERE
-def test_two_processes_publish_and_remove_over_and_over_and_lose_nothing(where):
+def test_two_processes_publish_and_remove_a_thousand_times_and_lose_nothing(where):
     script = Path(__file__).parents[1] / "publishing.py"
     homes = [where.tmp_path / "machines" / f"author-{number}" for number in range(2)]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     processes = [
-        subprocess.Popen([sys.executable, script, where.location, home, str(number), "100"], **pipes)
+        subprocess.Popen([sys.executable, script, where.location, home, str(number), "500"], **pipes)
         for number, home in enumerate(homes)
     ]
     try:
@@ -167,7 +167,7 @@ def test_two_processes_publish_and_remove_over_and_over_and_lose_nothing(where):
     reader = where.machine("fresh", writes=False)
     reader.follow()
     assert [name for name in names(reader) if name.startswith("own-")] == sorted(left[0] + left[1])
-    assert reader.following().position > 140, "the rest was done already, or there was nothing to remove"
+    assert reader.following().position > 700, "the rest was done already, or there was nothing to remove"
     checked = Cli(where.tmp_path / "checker").json("verify", *names(reader), "--library", where.location)
     assert all(row["sound"] for row in checked), "what a row says is there"
 

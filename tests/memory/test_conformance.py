@@ -1,0 +1,286 @@
+"""What every byte source and every tier must do: classes of tests, run by a subclass for each implementation.
+
+A subclass says how to put bytes in and how to ask for them; `has` looks without using what it finds.
+"""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from chunks import one_by_one
+from invariants import check
+from waiting import Clock, run_threads
+
+from lmcache_cartridge.artifact.bytesource import ByteRange
+from lmcache_cartridge.artifact.local import LocalSource
+from lmcache_cartridge.errors import SourceNotFound
+from lmcache_cartridge.library.index import ChunkKey
+from lmcache_cartridge.memory.holds import Hold
+from lmcache_cartridge.memory.tier import MemoryTier
+from lmcache_cartridge.sources.disk_cache import CopyKey, DiskCache
+from lmcache_cartridge.sources.s3 import S3Source
+
+SIZE = 4096
+ROOM = 4
+"""Chunks of `SIZE` that a tier of these tests has room for."""
+ONE, TWO = "ab" * 32, "cd" * 32
+
+
+def data(digest: str, chunk: int) -> bytes:
+    """Return the bytes of a chunk, unlike those of any other."""
+    return random.Random(f"{digest}{chunk}").randbytes(SIZE)
+
+
+class ReadTests(ABC):
+    """Of what is read by digest and chunk: a byte source or a tier."""
+
+    @pytest.fixture
+    @abstractmethod
+    def tier(self):
+        """What is tested, empty."""
+
+    @abstractmethod
+    def put(self, tier: Any, digest: str, chunk: int) -> None:
+        """Have it there, in the tier if there is room."""
+
+    @abstractmethod
+    def get(self, tier: Any, digest: str, chunk: int) -> bytes | None:
+        """Ask for the bytes by the door that serving uses; None on a miss."""
+
+    def test_what_was_put_in_comes_back_exactly_and_from_its_own_cartridge(self, tier):
+        for digest, chunk in ((ONE, 0), (TWO, 0), (TWO, 1)):
+            self.put(tier, digest, chunk)
+        for digest, chunk in ((ONE, 0), (TWO, 0), (TWO, 1)):
+            assert self.get(tier, digest, chunk) == data(digest, chunk)
+
+    def test_what_was_not_put_in_is_a_miss(self, tier):
+        self.put(tier, ONE, 0)
+        assert self.get(tier, ONE, 1) is None
+        assert self.get(tier, TWO, 0) is None
+        assert self.get(tier, ONE, 0) == data(ONE, 0), "the control"
+
+    def test_eight_threads_get_the_bytes_that_each_asked_for(self, tier):
+        chunks = [(digest, chunk) for digest in (ONE, TWO) for chunk in range(ROOM // 2)]
+        for digest, chunk in chunks:
+            self.put(tier, digest, chunk)
+
+        def ask(worker: int) -> None:
+            for digest, chunk in random.Random(worker).choices(chunks, k=50):
+                assert self.get(tier, digest, chunk) == data(digest, chunk)
+
+        run_threads(8, ask)
+
+    def test_closing_twice_is_no_error(self, tier):
+        self.put(tier, ONE, 0)
+        tier.close()
+        tier.close()
+
+
+class TierTests(ReadTests):
+    """Of a tier, verified chunks within a byte budget, here with room for `ROOM` of `SIZE`.
+
+    A chunk that is not resident is a miss, never an error; a resident one is exactly the bytes that were put in. It may
+    go at any moment unless somebody holds it, in the tier's own order; while all are held a newcomer stays out.
+    """
+
+    @abstractmethod
+    def has(self, tier: Any, digest: str, chunk: int) -> bool:
+        """Say whether a chunk is resident, without using it."""
+
+    def _resident(self, tier: Any, digest: str = ONE) -> list[int]:
+        return [chunk for chunk in range(20) if self.has(tier, digest, chunk)]
+
+    expected = (0, *range(3, ROOM + 2))
+    """What is left of a cartridge of two chunks more than fit, put in one by one, if its first is used before the last."""
+
+    def test_chunks_go_in_the_tier_s_order_and_the_budget_holds(self, tier):
+        for chunk in range(ROOM):
+            self.put(tier, ONE, chunk)
+        assert self.get(tier, ONE, 0) == data(ONE, 0)
+        for chunk in range(ROOM, ROOM + 2):
+            self.put(tier, ONE, chunk)
+            assert tier.stats().resident_bytes <= tier.stats().budget_bytes == ROOM * SIZE
+            check(tier)
+        assert self._resident(tier) == list(self.expected)
+        assert all(self.get(tier, ONE, chunk) is None for chunk in {*range(ROOM + 2)} - {*self.expected})
+
+    def test_evicting_drops_a_cartridges_chunks_and_no_others(self, tier):
+        for digest in (ONE, TWO):
+            for chunk in range(2):
+                self.put(tier, digest, chunk)
+        assert [tier.evict(ONE), tier.evict(ONE), tier.evict("ef" * 32)] == [2, 0, 0]
+        assert (self._resident(tier), self._resident(tier, TWO)) == ([], [0, 1])
+        assert self.get(tier, ONE, 0) is None
+        check(tier)
+
+    def test_an_evicted_chunk_can_be_put_in_again(self, tier):
+        for _ in range(2):
+            self.put(tier, ONE, 0)
+            assert self.get(tier, ONE, 0) == data(ONE, 0)
+            assert tier.evict(ONE) == 1
+        assert tier.stats().promoted == tier.stats().evicted == 2
+
+    def test_counters_add_up(self, tier):
+        for chunk in range(ROOM + 3):
+            self.put(tier, ONE, chunk)
+        before = tier.stats()
+        assert (before.promoted, before.evicted) == (ROOM + 3, 3)
+        assert (before.resident, before.resident_bytes) == (ROOM, ROOM * SIZE)
+        here = set(self._resident(tier))
+        assert self.get(tier, ONE, min(here)) is not None
+        assert self.get(tier, ONE, min(set(range(ROOM + 3)) - here)) is None
+        after = tier.stats()
+        assert (after.hits - before.hits, after.misses - before.misses) == (1, 1)
+        tier.evict(ONE)
+        assert (tier.stats().evicted, tier.stats().resident, tier.stats().resident_bytes) == (ROOM + 3, 0, 0)
+
+    def test_the_budget_holds_under_eight_threads_that_put_ask_and_evict(self, tier):
+        def work(worker: int) -> None:
+            chance = random.Random(worker)
+            for _ in range(30):
+                digest, chunk = chance.choice((ONE, TWO)), chance.randrange(ROOM)
+                self.put(tier, digest, chunk)
+                found = self.get(tier, digest, chance.randrange(ROOM))
+                assert found is None or found in {data(digest, chunk) for chunk in range(ROOM)}
+                if chance.random() < 0.1:
+                    tier.evict(digest)
+                stats = tier.stats()
+                assert stats.resident_bytes <= stats.budget_bytes
+
+        run_threads(8, work)
+        tier.close()  # nothing comes in any more
+        check(tier)
+        assert tier.stats().resident == len(self._resident(tier)) + len(self._resident(tier, TWO))
+
+
+class HoldTests(TierTests):
+    """Of a tier whose chunks can be held."""
+
+    @abstractmethod
+    def hold(self, tier: Any, digest: str, chunk: int) -> Any:
+        """Return a handle to close, which keeps a resident chunk where it is."""
+
+    def test_a_held_chunk_is_neither_evicted_nor_pushed_out_until_it_is_let_go(self, tier):
+        for chunk in range(ROOM):
+            self.put(tier, ONE, chunk)
+        held = self.hold(tier, ONE, 0)
+        for chunk in range(ROOM):
+            self.put(tier, TWO, chunk)
+        assert self._resident(tier) == [0]
+        assert tier.evict(ONE) == 0
+        assert self.get(tier, ONE, 0) == data(ONE, 0)
+        assert tier.stats().resident_bytes <= tier.stats().budget_bytes
+        check(tier)
+        held.close()
+        assert tier.evict(ONE) == 1
+        assert self._resident(tier) == []
+
+
+class TestDiskCache(TierTests):
+    expected = (0, 1, 4, 5)  # of one cartridge the end goes first, of what the last look found
+
+    @pytest.fixture
+    def tier(self, tmp_path):
+        self.clock = Clock()
+        return DiskCache(tmp_path / "cache", ROOM * SIZE, clock=self.clock)
+
+    def put(self, tier: DiskCache, digest: str, chunk: int) -> None:
+        self.clock.now += 61  # a use is noted once a minute
+        tier.write(CopyKey(digest, chunk, 0, 2), memoryview(data(digest, chunk)))
+
+    def get(self, tier: DiskCache, digest: str, chunk: int) -> bytes | None:
+        self.clock.now += 61
+        out = bytearray(SIZE)
+        return bytes(out) if tier.read_into(CopyKey(digest, chunk, 0, 2), memoryview(out)) else None
+
+    def has(self, tier: DiskCache, digest: str, chunk: int) -> bool:
+        return (tier.root / digest / f"{chunk}-0-2.bin").exists()
+
+
+class TestMemoryTier(HoldTests):
+    expected = (*range(ROOM - 1), ROOM + 1)  # of one cartridge the end goes first
+
+    @pytest.fixture
+    def tier(self):
+        self.behind: set[ChunkKey] = set()
+        tier = MemoryTier(SIZE, ROOM * SIZE, one_by_one(self._load))
+        yield tier
+        tier.close()
+        check(tier)
+
+    def _load(self, key: ChunkKey, out: torch.Tensor) -> None:
+        if key not in self.behind:
+            raise SourceNotFound(f"{key} is nowhere")
+        out.copy_(torch.frombuffer(bytearray(data(*key)), dtype=torch.uint8))
+
+    def put(self, tier: MemoryTier, digest: str, chunk: int) -> None:
+        key = ChunkKey(digest, chunk)
+        self.behind.add(key)
+        if tier.lease([key], 20):
+            tier.release(key)
+        self.behind.discard(key)
+
+    def get(self, tier: MemoryTier, digest: str, chunk: int) -> bytes | None:
+        key = ChunkKey(digest, chunk)
+        if not tier.lease([key], 0):
+            return None
+        loan = self.hold(tier, digest, chunk)
+        tier.release(key)
+        with loan:
+            return loan.bytes.numpy().tobytes()
+
+    def has(self, tier: MemoryTier, digest: str, chunk: int) -> bool:
+        return tier.resident([ChunkKey(digest, chunk)]) == 1
+
+    def hold(self, tier: MemoryTier, digest: str, chunk: int) -> Hold:
+        (loan,) = tier.lend([ChunkKey(digest, chunk)])
+        return loan
+
+
+class SourceTests(ReadTests):
+    """Of a byte source, whose directory of each cartridge is at a location."""
+
+    @abstractmethod
+    def location(self, digest: str) -> str: ...
+
+    def get(self, tier: Any, digest: str, chunk: int) -> bytes | None:
+        out = bytearray(SIZE)
+        try:
+            tier.read_into(self.location(digest), f"{chunk}.bin", ByteRange(0, SIZE), memoryview(out))
+        except SourceNotFound:
+            return None
+        return bytes(out)
+
+
+class TestLocalSource(SourceTests):
+    @pytest.fixture
+    def tier(self, tmp_path):
+        self.root = tmp_path
+        return LocalSource()
+
+    def location(self, digest: str) -> str:
+        return str(self.root / digest)
+
+    def put(self, tier: LocalSource, digest: str, chunk: int) -> None:
+        Path(self.location(digest)).mkdir(exist_ok=True)
+        (Path(self.location(digest)) / f"{chunk}.bin").write_bytes(data(digest, chunk))
+
+
+class TestS3Source(SourceTests):
+    @pytest.fixture
+    def tier(self, s3_credentials, bucket):
+        self.client, self.bucket = s3_credentials.client, bucket
+        source = S3Source(endpoint_url=s3_credentials.endpoint)
+        yield source
+        source.close()
+
+    def location(self, digest: str) -> str:
+        return f"s3://{self.bucket}/{digest}"
+
+    def put(self, tier: S3Source, digest: str, chunk: int) -> None:
+        self.client.put_object(Bucket=self.bucket, Key=f"{digest}/{chunk}.bin", Body=data(digest, chunk))
