@@ -58,6 +58,7 @@ def serving(make: Callable[[], web.Application]) -> Iterator[tuple[str, asyncio.
             yield f"http://127.0.0.1:{port}", loop
         finally:
             run(runner.cleanup())
+            run(asyncio.sleep(0.01))  # aiohttp's connections close a little later
     finally:
         loop.call_soon_threadsafe(loop.stop)
         thread.join(60)

@@ -99,7 +99,7 @@ class DiskCache:
     The bytes are not verified here: whoever loads them into memory does, and calls `discard` on a mismatch.
     """
 
-    def __init__(self, root: Path, budget_bytes: int, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, root: Path, budget_bytes: int, clock: Callable[[], float] = time.time) -> None:
         """Adopt the copies in `root`, evicting what exceeds the budget. Looks at every file there, reads none."""
         self.root = root
         self._budget_bytes, self._clock = budget_bytes, clock
@@ -109,13 +109,13 @@ class DiskCache:
         self._paused_until = 0.0
         self._oldest: list[_Copy] = []
         """The oldest last; used and changed by whoever holds the directory."""
-        self._sum = self._look()
 
-        def adopt(lock: int) -> None:
-            self._set(lock, self._sum)
-            self._make_room(lock, 0)
+        def adopt(lock: int) -> bool:
+            self._set(lock, self._look())
+            return self._make_room(lock, 0)
 
-        self._change(adopt)
+        if self._change(adopt) is None:
+            self._sum = self._look()
 
     def read_into(self, key: CopyKey, out: memoryview, seen: Seen | None = None) -> bool:
         """Fill `out` with a copy and return True, or return False on a miss. Blocks for the read, for no lock.
@@ -203,11 +203,12 @@ class DiskCache:
 
     def evict(self, digest: str) -> int:
         """Remove every copy of a cartridge and return how many there were. Never raises."""
-        removed = self._change(
-            lambda lock: sum(self._remove(lock, Path(copy.path)) for copy in list(self._copies(digest)))
+        removed = (
+            self._change(lambda lock: sum(self._remove(lock, Path(copy.path)) for copy in list(self._copies(digest))))
+            or 0
         )
-        self._count(evicted=removed or 0)
-        return removed or 0
+        self._count(evicted=removed)
+        return removed
 
     def stats(self) -> DiskStats:
         """Return the counters, at a cost that does not grow with the copies. Waits for nobody.
@@ -292,7 +293,7 @@ class DiskCache:
     def _make_room(self, lock: int, needed_bytes: int) -> bool:
         """Evict what was used least recently until the budget has room for more; False where others are writing too much."""
         looked = False
-        while (_read_sum(lock) or _Sum()).bytes > max(self._budget_bytes - needed_bytes, 0):
+        while (_read_sum(lock) or _Sum()).bytes > self._budget_bytes - needed_bytes:
             if self._oldest:
                 copy = self._oldest.pop()
                 with suppress(FileNotFoundError, NotADirectoryError):

@@ -90,7 +90,9 @@ def test_what_is_whole_in_memory_on_every_rank_is_told_by_name_the_last_used_fir
 def test_hits_misses_loads_and_bytes_are_what_was_asked_of_each_tier(watched):
     made = watched.make("a")  # four whole chunks
     watched.look_up(made, "a")
-    until(lambda: watched.value("promoted_total", tier="device", rank="0") == 4)  # it is filled in the background
+    for rank in "01":  # it is filled in the background, by chunks that are lent
+        until(lambda rank=rank: watched.value("promoted_total", tier="device", rank=rank) == 4)
+        until(lambda rank=rank: watched.value("held_chunks", tier="cpu", rank=rank) == 0)
     text = watched.exposition()
     assert "resident_names{" not in text, "it was not asked for"
     for rank in "01":

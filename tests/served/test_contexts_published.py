@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -240,7 +241,8 @@ def test_a_server_that_is_killed_while_it_publishes_leaves_nothing_half_made(tmp
             for pid in reversed(_family(served.pid)):
                 os.kill(pid, signal.SIGKILL)
             thread.join()
-        until(lambda: kept["id"] in other.named())
+        killed_s = time.time()
+        until(lambda: (other.get().json()["library"]["seen"] or 0) > killed_s and kept["id"] in other.named())
         other.right(kept["id"], wards["first"])
         is_made = other.get("ctx-half").status_code == 200
         print("killed after it was listed" if is_made else "killed before")
