@@ -34,7 +34,6 @@ def place(tmp_path_factory):
     for seed, name in enumerate("ab"):
         make_artifact(root / name, positions=32, cartridge_id=f"made-{name}", seed=seed, fingerprint=SHAPE)
     (root / "x.pt").write_bytes(b"?")
-    (root / "y.bin").write_bytes(b"?")
     (root / "empty").mkdir()
     return root
 
@@ -114,8 +113,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"cartridge_path": "/{a}", "router": {"type": "label"}}, "leave router out"),
     *(({"cartridge_path": path}, why) for path, why in (
         ("relative", "/relative: No such file"), ("", "must be a path or s3"), (5, "must be a path or s3"),
-        ("/{empty}", "neither a cartridge"), ("/{y.bin}", "neither a cartridge"),
-        ("s3://bucket", "no s3://bucket/prefix"), ("s3://bucket/../x", "no s3://bucket/prefix"),
+        ("/{empty}", "neither a cartridge"), ("/{a}/manifest.json", "neither a cartridge"), ("s3://bucket", "no s3://bucket/prefix"), ("s3://bucket/../x", "no s3://bucket/prefix"),
     )),
     *(({"cartridges": named}, why) for named, why in (
         ({}, "is empty"), ("a", "write {NAME: PATH}"), ({"a b": "/{a}"}, "cannot be a cartridge id"),
@@ -137,7 +135,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 def _at(value: Any, place: Path) -> Any:
     text = json.dumps(value)
-    for name in ("a", "b", "empty", "x.pt", "y.bin"):
+    for name in ("a", "b", "empty", "x.pt"):
         text = text.replace(f"/{{{name}}}", str(place / name))
     return json.loads(text)
 

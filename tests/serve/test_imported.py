@@ -11,14 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from families import FAMILIES, make_model
 from making import make_artifact
 from waiting import Clock
 
 from lmcache_cartridge.artifact import reading
 from lmcache_cartridge.cli.recall import MODEL_DIR
-from lmcache_cartridge.errors import UnsupportedModel
-from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.serve import imported
 from lmcache_cartridge.serve.imported import Imports, Served
 from lmcache_cartridge.serve.request import Reference, Refusal, shorten
@@ -258,23 +255,3 @@ def test_an_object_on_s3_is_imported_and_followed(s3_credentials, bucket, tmp_pa
     s3_credentials.client.delete_object(Bucket=bucket, Key="team/x.pt")
     home.clock.move(11)
     assert _refused(resolver, place)[0] == 404
-
-
-# What the child knows of the model.
-
-
-def test_a_models_config_alone_tells_its_fingerprint():
-    model, light = CausalModel(str(MODEL_DIR)), CausalModel(str(MODEL_DIR), weights=False)
-    assert (light.fingerprint, light.context_tokens) == (model.fingerprint, model.context_tokens)
-    assert {each.device.type for each in light.model.parameters()} == {"meta"}, "no weights in memory"
-    assert light.ordinary_ids().tolist() == model.ordinary_ids().tolist()
-    light.need_values("import")
-
-
-@pytest.mark.parametrize(
-    ("family", "what"), [("llama4", "another order in engines"), ("deepseek-v2", "latent vectors")]
-)
-def test_kv_that_engines_have_otherwise_is_refused_without_the_model_too(tmp_path, family, what):
-    model = CausalModel(str(make_model(tmp_path / "model", FAMILIES[family]())), weights=False)
-    with pytest.raises(UnsupportedModel, match=what):
-        model.need_values("import")

@@ -14,7 +14,6 @@ import torch
 import yaml
 from making import make_artifact
 
-from lmcache_cartridge.cli.demo import SERVER_ARGS
 from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.cli.recall import MODEL_DIR
 from lmcache_cartridge.engine.contract import CONTROL, PUBLISHED
@@ -22,7 +21,6 @@ from lmcache_cartridge.errors import SettingsError, UnsupportedEngine
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make.checkpoint import outline
 from lmcache_cartridge.make.model import CausalModel
-from lmcache_cartridge.make.trial import own
 from lmcache_cartridge.serve import launch as launching
 from lmcache_cartridge.serve import processes
 from lmcache_cartridge.serve.launch import CPU_KV_BYTES, Launch, free_port, l1_watermark, plan
@@ -72,16 +70,6 @@ def test_the_yaml_gives_the_settings_back_that_it_was_written_from(tmp_path, pla
     monkeypatch.setenv("LMCACHE_CONFIG_FILE", launch.environment["LMCACHE_CONFIG_FILE"])
     assert from_environment() == settings, "as processes without LMCache read them"
     assert planned().yaml_path != launch.yaml_path, "others have another file"
-
-
-@pytest.mark.parametrize("policy", ["fail", "recompute"])
-def test_the_command_names_connector_and_policy(planned, policy):
-    launch = planned("--port 1", on_load_failure=policy)
-    transfer = _transfer(launch.command)
-    assert transfer["kv_connector"] == "CartridgeConnector"
-    assert (transfer["kv_role"], transfer["kv_load_failure_policy"]) == ("kv_consumer", policy)
-    assert launch.command[-2:] == ["--port", "1"]
-    assert (launch.lmcache, launch.program) == (None, launch.command)
 
 
 @pytest.mark.parametrize(
@@ -280,7 +268,7 @@ def test_the_users_own_transfer_configuration_is_merged_into_ours(planned, mode,
 @pytest.mark.parametrize(
     ("given", "shown"),
     [
-        ("", ["cpu_bytes: 1073741824", '"kv_load_failure_policy": "fail"']),
+        ("", ['"kv_load_failure_policy": "fail"']),
         ('--on-load-failure recompute --set cpu_bytes=3MiB --set on_miss=document --set roots=["/srv"] --max-model-len 77',
          ['"kv_load_failure_policy": "recompute"', "cpu_bytes: 3145728", 'on_miss: "document"', 'roots: ["/srv"]', "--max-model-len 77"]),
         ("--mode multiprocess --l1-bytes 1GiB --max-model-len 77",
@@ -317,13 +305,6 @@ def test_a_start_says_which_mode_leads_and_why_and_what_it_will_take(tmp_path, s
         status, said = serve(f"--port {free_port()} {given}")
         assert (status, line in said) == (0, True)
     assert "compiles" not in serve(f"--port {free_port()} --enforce-eager")[1]
-
-
-@pytest.mark.parametrize("is_cpu", [True, False])
-def test_servers_of_our_own_have_cuda_graphs_where_users_have_them(monkeypatch, is_cpu):
-    monkeypatch.setattr(own, "on_cpu", lambda: is_cpu)
-    assert own.eager() == (["--enforce-eager"] if is_cpu else [])
-    assert not [word for word in SERVER_ARGS if "eager" in word]
 
 
 @pytest.mark.parametrize(
@@ -381,17 +362,12 @@ def test_the_mode_that_leads_has_what_is_asked_for(serve, monkeypatch, given, on
 def test_both_servers_are_told_of_the_same_settings_ports_and_socket(tmp_path, planned):
     settings = {"cpu_bytes": "2GiB", "admin": True, "roots": [str(tmp_path)]}
     launch = planned(settings=settings, mode="multiprocess", lmcache_port=5999)
-    adapter = json.loads(_option(launch.lmcache, "--l2-adapter"))
-    assert (adapter["type"], adapter["module_path"]) == ("plugin", "lmcache_cartridge.engine.l2")
-    params = dict(adapter["adapter_params"])
+    params = json.loads(_option(launch.lmcache, "--l2-adapter"))["adapter_params"]
     control, where = params.pop("control"), params.pop("lmcache_http")
     assert from_mapping(params) == from_mapping({"home": tmp_path} | settings)
     assert where == f"http://{_option(launch.lmcache, '--http-host')}:{_option(launch.lmcache, '--http-port')}"
-    transfer = _transfer(launch.command)
-    extra = transfer["kv_connector_extra_config"]
-    assert transfer["kv_connector"] == "CartridgeMPConnector"
-    assert extra["lmcache.mp.port"] == 5999 == int(_option(launch.lmcache, "--port"))
-    assert extra[CONTROL] == control
+    extra = _transfer(launch.command)["kv_connector_extra_config"]
+    assert (extra["lmcache.mp.port"], extra[CONTROL], _option(launch.lmcache, "--port")) == (5999, control, "5999")
     assert len(control) < 100, "a Unix socket's path has 107 characters at most"
 
 

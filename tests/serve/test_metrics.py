@@ -26,6 +26,7 @@ from watching import CHUNK_BYTES, CPU_CHUNKS, DEVICE_CHUNKS, DISK_CHUNKS, Watche
 
 from lmcache_cartridge.artifact.local import LocalSource
 from lmcache_cartridge.memory.loads import LOAD_SECONDS
+from lmcache_cartridge.memory.store import CartridgeStore
 from lmcache_cartridge.serve import metrics
 from lmcache_cartridge.serve.launch import plan
 from lmcache_cartridge.serve.metrics import PREFIX, RESIDENTS, RequestMetrics, StatusCollector, follow
@@ -61,6 +62,14 @@ def _residents(watched: Watched) -> list[str]:
     return [found.pop(name) for name in ("running_lora_adapters", "waiting_lora_adapters", "max_lora")] + list(found)
 
 
+def _claim(stores: list[CartridgeStore], digest: str) -> None:
+    """Have all of a cartridge in memory."""
+    for store in stores:
+        claim = store.claim(digest, {})
+        until(lambda: claim.poll().ready)  # noqa: B023
+        claim.close()
+
+
 def test_what_is_whole_in_memory_on_every_rank_is_told_by_name_the_last_used_first(tmp_path):
     with closing(Watched(tmp_path, device=False, resident_names=3)) as watched:
         watched.collector.model = "m"
@@ -70,20 +79,14 @@ def test_what_is_whole_in_memory_on_every_rank_is_told_by_name_the_last_used_fir
             watched.look_up(made[name], name)
         assert _residents(watched) == ["m:c,m:b,m:a", "", "4"], "room for one more of their size"
         digest = made["d"].manifest.digest
-        claim = watched.stores[0].claim(digest, {})
-        until(lambda: claim.poll().ready)
-        claim.close()
+        _claim(watched.stores[:1], digest)
         assert _residents(watched)[0] == "m:c,m:b", "d is on one rank only, and three are told"
         watched.look_up(made["d"], "d")
         assert _residents(watched)[0] == "m:d,m:c,m:b"
         for store in watched.stores:
             store.evict(digest)
         assert _residents(watched)[0] == "m:c,m:b,m:a", "what is evicted is told no more"
-        theirs = watched.make("theirs", within="contexts", seed=4)
-        for store in watched.stores:
-            claim = store.claim(theirs.manifest.digest, {})
-            until(lambda: claim.poll().ready)  # noqa: B023
-            claim.close()
+        _claim(watched.stores, watched.make("theirs", within="contexts", seed=4).manifest.digest)
         assert _residents(watched)[0] == "m:c,m:b,m:a", "a context's name is its maker's"
 
 
@@ -95,19 +98,19 @@ def test_hits_misses_loads_and_bytes_are_what_was_asked_of_each_tier(watched):
         until(lambda rank=rank: watched.value("held_chunks", tier="cpu", rank=rank) == 0)
     text = watched.exposition()
     assert "resident_names{" not in text, "it was not asked for"
+    none = "failed_total", "evicted_total", "loading_chunks", "held_chunks", "leased_chunks", "lent_chunks"
+    fours = "misses_total", "promoted_total", "resident_chunks", "load_seconds_count"
+    told = {
+        "cpu": {"resident_bytes": 4 * CHUNK_BYTES, "budget_bytes": CPU_CHUNKS * CHUNK_BYTES}
+        | dict.fromkeys(fours, 4) | dict.fromkeys(none, 0),
+        "device": {"budget_bytes": DEVICE_CHUNKS * CHUNK_BYTES},
+        "disk": {"misses_total": 4, "budget_bytes": DISK_CHUNKS * CHUNK_BYTES},
+        "source": {"reads_total": 4, "read_bytes_total": 4 * CHUNK_BYTES},
+    }  # fmt: skip
     for rank in "01":
-        cpu, device, disk, source = ({"tier": tier, "rank": rank} for tier in ("cpu", "device", "disk", "source"))
-        counted = _values(text, "misses_total", "promoted_total", "resident_chunks", "load_seconds_count", **cpu)
-        counted += _values(text, "misses_total", **disk) + _values(text, "reads_total", **source)
-        assert counted == [4] * 6
-        measured = _values(text, "resident_bytes", "budget_bytes", **cpu)
-        measured += _values(text, "budget_bytes", **device) + _values(text, "budget_bytes", **disk)
-        measured += _values(text, "read_bytes_total", **source)
-        chunks = (4, CPU_CHUNKS, DEVICE_CHUNKS, DISK_CHUNKS, 4)
-        assert measured == [count * CHUNK_BYTES for count in chunks]
-        assert value(text, "read_seconds_total", **source) > 0
-        none = ("failed_total", "evicted_total", "loading_chunks", "held_chunks", "leased_chunks", "lent_chunks")
-        assert _values(text, *none, **cpu) == [0] * 6
+        for tier, expected in told.items():
+            assert {name: value(text, name, tier=tier, rank=rank) for name in expected} == expected
+        assert value(text, "read_seconds_total", tier="source", rank=rank) > 0
     watched.look_up(made, "a")
     hit = {"tier": "device", "rank": "0"}
     assert watched.value("hits_total", **hit) == value(text, "hits_total", **hit) + 4
@@ -205,8 +208,8 @@ def test_workers_that_do_not_answer_cost_their_numbers_only(watched, monkeypatch
         watched.make(f"name{len(told)}", seed=len(told))
         return watched.status()
 
+    monkeypatch.setattr(metrics, "EVERY_S", 0.01)
     with pytest.raises(asyncio.CancelledError):
-        monkeypatch.setattr(metrics, "EVERY_S", 0.01)
         asyncio.run(follow(watched.collector, status))
     assert told == [None, 1, 1, 1, 2], "the last numbers stay"
 
