@@ -179,8 +179,7 @@ def test_commands_make_cartridges_of_an_adapter(written, tmp_path, capsys):
     model = ["--model", MODEL, "--lora", str(written)]
     run("build", *model, "--document", str(document), "--id", "whole", "--chunk-size", "16")
     run("build", "--from", "whole", *model, "--id", "short", "--compact", "2x", "--accept", "0")
-    run("build", "--model", MODEL, "--document", str(document), "--id", "base", "--chunk-size", "16")
-    assert {row["id"]: row["lora"] for row in run("list")} == {"whole": "one", "short": "one", "base": None}
+    assert {row["id"]: row["lora"] for row in run("list")} == {"whole": "one", "short": "one"}
     for name in ("whole", "short"):
         shown = run("show", name)
         assert (shown["fingerprint"]["lora"], shown["provenance"]["lora"]) == (adapter_digest(written), "one")

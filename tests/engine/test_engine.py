@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from blocks import Blocks, quietly, vllm_config
-from families import FAMILIES, ROTATING, make_model
 from homes import CHUNK_BYTES
 from inprocess import CHUNK, StockConnector, lmcache_config, lmcache_engine, lmcache_metadata, plugin
 from safetensors.torch import load_file, save_file
@@ -62,17 +61,6 @@ def settings(tmp_path):
 def _fingerprint(settings: Settings, config: VllmConfig) -> Fingerprint:
     metadata = lmcache_metadata(lmcache_config(settings), config)
     return engines.fingerprint_of(config, metadata.kv_dtype, range(metadata.kv_shape[0]))
-
-
-def test_the_configuration_that_serve_starts_is_accepted():
-    given = (
-        {"transfer": {"kv_connector_extra_config": {"lmcache.max_tokens_per_load": 0}}}, {"kv_cache_dtype": "bfloat16"},
-        {"kv_cache_dtype": "fp8_e5m2"}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"enable_lora": True},
-    )  # fmt: skip
-    for config in ({}, *given):
-        engines.check_vllm(vllm_config(**config))
-    for change in ({"method": "suffix"}, {"method": "draft_model"}, {"enable_sleep_mode": True}):
-        engines.check_vllm(_changed(**change))
 
 
 _BESIDE = {CONTROL: "/tmp/x.sock"}
@@ -319,15 +307,6 @@ def test_a_model_of_any_supported_rope_is_the_same_to_vllm_and_to_an_author_and_
     assert torch.allclose(rotary.cos_sin_cache[positions], expected, atol=1e-6)
 
 
-def test_layers_that_do_not_rotate_are_the_same_to_vllm_and_to_an_author(settings, tmp_path):
-    directory = make_model(tmp_path / "model", FAMILIES["smollm3"]())
-    engine = _fingerprint(settings, vllm_config(directory, dtype="float32", max_model_len=512))
-    author = CausalModel(str(directory)).fingerprint
-    assert author.differences(engine) == engine.differences(author) == []
-    assert author.config_digest == engine.config_digest
-    assert engine.rope[0].layers == ROTATING["smollm3"], "vLLM's own config says so too"
-
-
 def _of_other_weights(root: Path) -> dict[str, Any]:
     directory = _model(root)
     weights = load_file(directory / "model.safetensors")
@@ -349,12 +328,6 @@ def test_another_model_is_told_by_what_differs(settings, tmp_path, given, named)
     author = CausalModel(str(MODEL_DIR)).fingerprint
     (difference,) = author.differences(_fingerprint(settings, vllm_config(**given(tmp_path))))
     assert difference.startswith(named)
-
-
-def test_a_copy_is_the_same_model_to_vllm_and_to_an_author(settings, tmp_path):
-    author, engine = CausalModel(str(MODEL_DIR)).fingerprint, _fingerprint(settings, vllm_config(_model(tmp_path)))
-    assert author.differences(engine) == engine.differences(author) == [] and author.weights_digest is not None
-    assert (author.weights_digest, author.config_digest) == (engine.weights_digest, engine.config_digest)
 
 
 def test_an_engine_that_caches_layers_the_model_has_not_is_refused():

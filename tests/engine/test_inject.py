@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +12,6 @@ from blocks import Blocks, memory_object, objects, vllm_config
 from inprocess import CHUNK, lmcache_config, lmcache_metadata
 from lmcache.utils import EngineType
 from processor import needs_avx512
-from transformers import LlamaConfig
 
 from lmcache_cartridge.engine import probe
 from lmcache_cartridge.engine.host import module
@@ -38,19 +37,9 @@ def _chunks(blocks: Blocks, kv: torch.Tensor, connector: EngineWriteConnector) -
     return objects(kv, blocks.shape(CHUNK), connector.layout)
 
 
-def _land(blocks: Blocks, place: str, cached: int) -> None:
-    """Write two chunks but the first `cached` tokens: those land exactly, and all else stays as it is."""
-    kv, slots, expected = blocks.noise(2 * CHUNK, seed=cached), getattr(blocks, place)(2 * CHUNK), blocks.kv()
-    connector = blocks.connector(CHUNK)
-    connector.batched_to_gpu(*_chunks(blocks, kv, connector), slot_mapping=slots, vllm_cached_tokens=cached)
-    expected[:, :, slots[cached:]] = kv[:, :, cached:]
-    assert torch.equal(blocks.kv(), expected)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("block", [16, 32, 128])
-def test_chunks_land_exactly_in_scattered_slots_of_every_packing(block, dtype):
-    _land(Blocks(vllm_config(block_size=block, dtype=dtype), 384 // block), "scattered", 0)
+def _zeros(blocks: Blocks, share: float = 1) -> Any:
+    """Return a chunk of the blocks' size, or of another."""
+    return memory_object(torch.zeros(int(share * blocks.shape(CHUNK).size_bytes), dtype=torch.uint8))
 
 
 def test_reading_blocks_back_sees_a_single_wrong_element(blocks, connector):
@@ -65,9 +54,12 @@ def test_reading_blocks_back_sees_a_single_wrong_element(blocks, connector):
 
 @pytest.mark.parametrize("place", ["scattered", "whole"])
 @pytest.mark.parametrize("cached", [1, 32, 63, 64, 100, 2 * CHUNK])
-def test_slots_that_vllm_has_cached_itself_stay_as_they_are(blocks, cached, place):
+def test_chunks_land_exactly_and_slots_that_vllm_has_cached_itself_stay_as_they_are(blocks, connector, cached, place):
     """On and beside the ends of blocks (32) and chunks (64)."""
-    _land(blocks, place, cached)
+    kv, slots, expected = blocks.noise(2 * CHUNK, seed=cached), getattr(blocks, place)(2 * CHUNK), blocks.kv()
+    connector.batched_to_gpu(*_chunks(blocks, kv, connector), slot_mapping=slots, vllm_cached_tokens=cached)
+    expected[:, :, slots[cached:]] = kv[:, :, cached:]
+    assert torch.equal(blocks.kv(), expected)
 
 
 @pytest.mark.parametrize(
@@ -81,10 +73,9 @@ def test_a_chunk_of_another_size_or_for_more_or_fewer_tokens_is_not_written(
     blocks, connector, share, tokens, cached, reason
 ):
     """vLLM's op would read past the chunk's end, or leave slots as they are."""
-    before, size = blocks.kv(), int(share * blocks.shape(CHUNK).size_bytes)
-    chunk, slots = memory_object(torch.zeros(size, dtype=torch.uint8)), blocks.scattered(3 * CHUNK)
+    before, slots = blocks.kv(), blocks.scattered(3 * CHUNK)
     with pytest.raises(UnsupportedEngine, match=reason):
-        connector.to_gpu(chunk, 0, tokens, slot_mapping=slots, vllm_cached_tokens=cached)
+        connector.to_gpu(_zeros(blocks, share), 0, tokens, slot_mapping=slots, vllm_cached_tokens=cached)
     assert torch.equal(blocks.kv(), before)
 
 
@@ -164,16 +155,6 @@ def test_every_block_size_and_dtype_is_read_back(block, dtype):
     _compare(Blocks(vllm_config(block_size=block, dtype=dtype), 384 // block))
 
 
-@pytest.mark.parametrize(("heads", "size"), [(4, 64), (1, 64), (2, 32), (2, 80), (2, 256)])
-def test_every_number_of_heads_and_head_size_is_read_back(tmp_path, heads, size):
-    config = LlamaConfig(
-        vocab_size=640, hidden_size=4 * size, num_hidden_layers=2, num_attention_heads=4, head_dim=size,
-        num_key_value_heads=heads, intermediate_size=64, architectures=["LlamaForCausalLM"], dtype="bfloat16",
-    )  # fmt: skip
-    config.save_pretrained(tmp_path)
-    _compare(Blocks(vllm_config(tmp_path, skip_tokenizer_init=True), 12))
-
-
 @pytest.mark.parametrize("isa", ["vec", "vec16", pytest.param("amx", marks=needs_avx512)])
 def test_every_instruction_set_is_read_back(isa):
     blocks = Blocks(vllm_config(), 12)
@@ -204,9 +185,10 @@ def test_what_nothing_can_read_back_is_not_saved(block):
         blocks.connector(CHUNK, saves=True)
     connector = blocks.connector(CHUNK)
     assert connector.layout == "heads"
-    chunk, slots = memory_object(torch.zeros(blocks.shape(CHUNK).size_bytes, dtype=torch.uint8)), torch.arange(CHUNK)
     with pytest.raises(UnsupportedEngine, match="cannot be read"):
-        connector.from_gpu(chunk, 0, CHUNK, slot_mapping=slots)
+        connector.from_gpu(_zeros(blocks), 0, CHUNK, slot_mapping=torch.arange(CHUNK))
+    with pytest.raises(UnsupportedEngine, match="another length"):
+        connector.from_gpu(_zeros(blocks), 0, CHUNK - 1, slot_mapping=torch.arange(CHUNK))
 
 
 def test_an_op_that_puts_two_numbers_in_one_place_is_refused():
@@ -215,17 +197,6 @@ def test_an_op_that_puts_two_numbers_in_one_place_is_refused():
     blocks.after_writes(0, lambda cache: cache.flatten(1)[:, 7].copy_(cache.flatten(1)[:, 8]))
     with pytest.raises(UnsupportedEngine, match="other KV into its cache"):
         probe.places(name, cache, blocks.layers[name])
-
-
-@pytest.mark.parametrize("tokens", [CHUNK - 1, CHUNK + 1])
-def test_a_chunk_of_another_length_is_not_read(tokens):
-    blocks = Blocks(vllm_config(), 4)
-    chunk = memory_object(torch.zeros(blocks.shape(CHUNK).size_bytes, dtype=torch.uint8))
-    with pytest.raises(UnsupportedEngine, match="another length"):
-        blocks.connector(CHUNK, saves=True).batched_from_gpu(
-            [chunk], [0], [tokens], slot_mapping=torch.arange(2 * CHUNK)
-        )
-    assert not chunk.raw_data.any()
 
 
 # What is bound.
@@ -275,24 +246,21 @@ def test_layers_are_taken_by_number_whatever_order_they_come_in():
 
 
 @pytest.mark.parametrize(
-    "names",
-    [[1, 2], [0, 2], [0, 1], [0, 1, 2, "draft.layers.3.self_attn.attn"], [0, 1, "vision.layers.1.attn"]],
-    ids=["without the first", "a middle one", "the last", "one too many", "one twice"],
-)
-def test_an_engine_that_does_not_cache_each_layer_once_is_refused(blocks, names):
-    known, cache, layer = list(blocks.caches), *(next(iter(d.values())) for d in (blocks.caches, blocks.layers))
-    own = [name if isinstance(name, str) else known[name] for name in names]
-    reason = _refused(blocks, dict.fromkeys(own, cache), dict.fromkeys(own, layer))
-    assert "are not those of layers 0 to 2" in reason and all(name in reason for name in own)
+    ("names", "first"),
+    [
+        ([1, 2], 0), ([0, 2], 0), ([0, 1], 0), ([0, 1, 2, "draft.layers.3.self_attn.attn"], 0),
+        ([0, 1, "vision.layers.1.attn"], 0), ([3, 4, 5], 0), ([3, 4, 5], 2), ([3, 4, 5], 4),
+    ],
+)  # fmt: skip
+def test_an_engine_or_a_stage_of_it_that_does_not_cache_each_of_its_layers_once_is_refused(blocks, names, first):
+    def of(names: list[Any]) -> list[dict[str, Any]]:
+        named = [name if isinstance(name, str) else f"model.layers.{name}.self_attn.attn" for name in names]
+        return [dict.fromkeys(named, next(iter(each.values()))) for each in (blocks.caches, blocks.layers)]
 
-
-def test_a_stage_of_a_pipeline_has_its_own_layers_and_no_others(blocks):
-    cache, layer = (next(iter(d.values())) for d in (blocks.caches, blocks.layers))
-    own = [f"model.layers.{number}.self_attn.attn" for number in (3, 4, 5)]
-    caches, layers = dict.fromkeys(own, cache), dict.fromkeys(own, layer)
-    for first in (0, 2, 4):
-        assert f"are not those of layers {first} to {first + 2}" in _refused(blocks, caches, layers, first)
-    EngineWriteConnector().bind(caches, layers, blocks.shape(CHUNK), first_layer=3)
+    caches, layers = of(names)
+    reason = _refused(blocks, caches, layers, first)
+    assert f"are not those of layers {first} to {first + 2}" in reason and all(name in reason for name in caches)
+    EngineWriteConnector().bind(*of([first, first + 1, first + 2]), blocks.shape(CHUNK), first_layer=first)
 
 
 def test_a_layer_or_cache_that_cannot_be_written_is_refused_with_its_name(blocks):
@@ -321,16 +289,11 @@ def test_lmcache_builds_its_engine_on_cpu_only_with_our_connector(tmp_path):
 
     with pytest.raises(RuntimeError, match="No supported cpu connector"):
         create()
-    for error in (None, KeyError):
-        with suppress(KeyError), own_connector(EngineWriteConnector, in_worker=True):
-            assert isinstance(create(), EngineWriteConnector) and create() is not create()
-            if error:
-                raise error
-        assert gpu_connector.CreateGPUConnector is original
-    with own_connector(EngineWriteConnector, in_worker=False):
-        pass  # the scheduler builds none
-    with (
-        pytest.raises(UnsupportedEngine, match="CreateGPUConnector"),
-        own_connector(EngineWriteConnector, in_worker=True),
-    ):
-        pass
+    with suppress(KeyError), own_connector(EngineWriteConnector, in_worker=True):
+        assert isinstance(create(), EngineWriteConnector) and create() is not create()
+        raise KeyError
+    assert gpu_connector.CreateGPUConnector is original
+    for in_worker in (False, True):  # the scheduler builds none
+        refused = pytest.raises(UnsupportedEngine, match="CreateGPUConnector") if in_worker else nullcontext()
+        with refused, own_connector(EngineWriteConnector, in_worker=in_worker):
+            pass

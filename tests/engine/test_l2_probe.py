@@ -36,24 +36,18 @@ def _caches(names: str = "ab", dtype: torch.dtype = torch.bfloat16, shape: tuple
     return {name: torch.randn(shape).to(dtype) for name in names}
 
 
-@pytest.mark.parametrize("block", [32, 64, 128])
-def test_this_machines_real_layers_are_recognised_and_their_blocks_left_alone(block):
+@pytest.mark.parametrize(
+    ("isa", "block"), [("vec", 32), ("vec", 64), ("vec16", 128), pytest.param("amx", 32, marks=needs_avx512)]
+)
+def test_every_packing_of_the_x86_ops_is_told_apart_and_blocks_are_left_alone(isa, block):
     blocks = Blocks(vllm_config(block_size=block), 3)
-    before = {name: cache.clone() for name, cache in blocks.caches.items()}
-    (isa,) = {layer.isa for layer in blocks.layers.values()}
-    kind = "amx" if isa == "amx" else "vec"
-    assert written_layout(blocks.caches, blocks.layers) == f"{kind}/{block}"
-    assert all(torch.equal(before[name], cache) for name, cache in blocks.caches.items())
-
-
-@pytest.mark.parametrize("isa", ["vec", "vec16", pytest.param("amx", marks=needs_avx512)])
-def test_every_packing_of_the_x86_ops_is_told_apart(isa):
-    blocks = Blocks(vllm_config(), 3)
+    before = [cache.clone() for cache in blocks.caches.values()]
     for layer in blocks.layers.values():
         layer.isa = isa
-    found = f"{isa[:3]}/32"
+    found = f"{isa[:3]}/{block}"
     assert written_layout(blocks.caches, blocks.layers) == found
     assert written_layout(blocks.caches, blocks.layers, in_blocks=True) == f"{found}/blocks"
+    assert all(map(torch.equal, before, blocks.caches.values()))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -68,17 +68,6 @@ def _models() -> Any:
     )  # fmt: skip
 
 
-def test_model_names_are_taken_beside_those_of_the_server():
-    models, answered = _models(), ["m:a"]
-    state = SimpleNamespace(openai_serving_models=models)
-    names = extend_models(state, lambda name: name == "m:a", lambda: answered[-1])
-    assert names == ["m", "m:7b"]
-    assert [models.is_base_model(name) for name in ("m", "m:7b", "m:a", "m:b")] == [True, True, True, False]
-    assert (models.model_name(), models.model_name("x")) == ("m:a", "adapter")
-    answered.append("")
-    assert models.model_name() == "m"
-
-
 def test_a_server_whose_handlers_ask_elsewhere_for_models_does_not_start():
     state = SimpleNamespace(openai_serving_models=_models(), openai_serving_chat=SimpleNamespace(models=_models()))
     with pytest.raises(UnsupportedEngine, match="openai_serving_chat"):

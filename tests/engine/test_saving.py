@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from blocks import Blocks, vllm_config
@@ -26,10 +25,9 @@ from inprocess import (
     plugin,
     prepare,
 )
-from making import heads_bytes
+from making import heads_bytes, make_ids
 from torch import distributed
 from vllm import SamplingParams
-from vllm.config import VllmConfig
 from vllm.distributed import parallel_state
 from vllm.lora.request import LoRARequest
 from vllm.v1.request import Request
@@ -49,10 +47,6 @@ BEHIND = 3 * CHUNK
 SAVING = {"local_cpu": True, "max_local_cpu_size": 0.01}
 
 
-def _ids(count: int, seed: int) -> list[int]:
-    return np.random.default_rng(seed).integers(0, 640, count).tolist()
-
-
 class Saving(NamedTuple):
     """LMCache's engine with the plugin as our connector sets it up, and paged blocks."""
 
@@ -65,45 +59,35 @@ class Saving(NamedTuple):
         """What LMCache's own CPU cache holds."""
         return self.engine.storage_manager.local_cpu_backend.hot_cache
 
-    def keys(self, ids: list[int], configs: dict[str, str] | None = None) -> list[Any]:
+    def keys(self, ids: list[int], configs: dict[str, str]) -> list[Any]:
         return [key for _, _, key in self.engine.token_database.process_tokens(tokens=ids, request_configs=configs)]
 
     def slots(self, ids: list[int], seed: int = 0) -> torch.Tensor:
         """Return blocks in an order of no pattern, for each whole chunk of a prompt."""
         return self.blocks.whole(len(ids) // CHUNK * CHUNK, seed)
 
-    def compute(self, slots: torch.Tensor) -> torch.Tensor:
-        """Have the engine's op write KV of noise to slots, and return it."""
-        kv = self.blocks.noise(len(slots))
+    def save(self, ids: list[int], saved: int, configs: dict[str, str]) -> torch.Tensor:
+        """Compute a prompt's whole chunks, save them but the first `saved` tokens, as vLLM's adapter does, and return all KV."""
+        slots = self.slots(ids)
+        kv, mask = self.blocks.noise(len(slots)), torch.ones(len(slots), dtype=torch.bool)
         self.blocks.write(kv, slots)
-        return kv
-
-    def save(self, ids: list[int], slots: torch.Tensor, saved: int, configs: dict[str, str] | None = None) -> None:
-        """Save a prompt's whole chunks but the first `saved` tokens, as vLLM's adapter does after a step."""
-        whole = len(ids) // CHUNK * CHUNK
-        mask = torch.ones(whole, dtype=torch.bool)
         mask[:saved] = False
         self.engine.store(
-            ids[:whole], mask=mask, kvcaches=[], slot_mapping=slots, offset=saved, request_configs=configs or {},
-            req_id="save",
+            ids[: len(slots)], mask=mask, kvcaches=[], slot_mapping=slots, offset=saved, request_configs=configs, req_id="save"
         )  # fmt: skip
+        return kv
 
-    def hits(self, ids: list[int], configs: dict[str, str] | None = None) -> int:
+    def hits(self, ids: list[int], configs: dict[str, str]) -> int:
         """Return how many tokens LMCache promises; what that pins is let go."""
         promised = look_up(self.engine, ids, "hits", configs)
         self.engine.lookup_unpin("hits")
         return promised
 
-    def loaded(self, ids: list[int], configs: dict[str, str] | None = None) -> torch.Tensor:
+    def loaded(self, ids: list[int], configs: dict[str, str]) -> torch.Tensor:
         """Return the KV of all that LMCache promises, loaded into other slots."""
         slots, promised = self.slots(ids, seed=7), look_up(self.engine, ids, "load", configs)
         assert load(self.engine, ids, promised, slots, "load", configs) == promised
         return self.blocks.kv()[:, :, slots[:promised]]
-
-
-@pytest.fixture(scope="module")
-def config():
-    return vllm_config(transfer={"kv_role": "kv_both"})
 
 
 @pytest.fixture
@@ -112,8 +96,9 @@ def cartridge(tmp_path):
 
 
 @contextmanager
-def _saving(home: Path, cartridge: Cartridge, config: VllmConfig, **options: Any) -> Iterator[Saving]:
-    blocks = Blocks(config, 1024 // config.cache_config.block_size)
+def _saving(home: Path, cartridge: Cartridge, block: int = 32, **options: Any) -> Iterator[Saving]:
+    config = vllm_config(block_size=block, transfer={"kv_role": "kv_both"})
+    blocks = Blocks(config, 1024 // block)
     connector, budget = blocks.connector(CHUNK, saves=True), 8 * blocks.shape(CHUNK).size_bytes
     given = {"home": home, "cpu_bytes": budget, "lookup_timeout_s": 20, "reload_s": 0, "plain_prompts": "all"}
     config_ = lmcache_config(from_mapping(given), **SAVING | options)
@@ -128,18 +113,17 @@ def _saving(home: Path, cartridge: Cartridge, config: VllmConfig, **options: Any
 
 
 @pytest.fixture
-def saving(tmp_path, cartridge, config):
-    with _saving(tmp_path, cartridge, config) as saving:
+def saving(tmp_path, cartridge):
+    with _saving(tmp_path, cartridge) as saving:
         yield saving
 
 
 def test_lmcaches_cpu_cache_has_what_is_computed_and_never_adopts_cartridge_memory(saving):
     cartridge, store = saving.cartridge, plugin(saving.engine).store
     ids, configs = cartridge.prompt, cartridge.configs
-    slots = saving.slots(ids)
-    alone, computed = saving.loaded(ids, configs), saving.compute(slots)
+    alone = saving.loaded(ids, configs)
     assert torch.equal(alone, cartridge.made.kv)
-    saving.save(ids, slots, P, configs)
+    computed = saving.save(ids, P, configs)
     keys = saving.keys(ids[: P + BEHIND], configs)
     for key in keys:
         saving.engine.storage_manager.get(key).ref_count_down()
@@ -165,7 +149,7 @@ def test_an_adapter_that_was_loaded_in_place_finds_nothing_but_within_one_reques
 
 
 @pytest.mark.parametrize("place", ["disk", "remote"])
-def test_other_places_of_lmcaches_keep_what_is_computed_and_nothing_of_a_cartridge(tmp_path, cartridge, config, place):
+def test_other_places_of_lmcaches_keep_what_is_computed_and_nothing_of_a_cartridge(tmp_path, cartridge, place):
     """A file system as a remote place is read by the next server too, if it packs its blocks alike; LMCache 0.5.6 forgets
     what it has on its local disk."""
     where = tmp_path / "elsewhere"
@@ -174,29 +158,24 @@ def test_other_places_of_lmcaches_keep_what_is_computed_and_nothing_of_a_cartrid
     if place == "remote":
         options = {"local_cpu": False, "remote_url": f"fs://localhost:0/{where}", "remote_serde": "naive"}
     ids, configs, kv = cartridge.prompt, cartridge.configs, cartridge.made.kv
-    with _saving(tmp_path, cartridge, config, **options) as saving:
-        slots = saving.slots(ids)
+    with _saving(tmp_path, cartridge, **options) as saving:
         saving.loaded(ids[:P], configs)
-        computed = saving.compute(slots)
-        saving.save(ids, slots, P, configs)
+        computed = saving.save(ids, P, configs)
         until(lambda: saving.hits(ids, configs) == P + BEHIND)
         assert torch.equal(saving.loaded(ids, configs), torch.cat([kv, computed[:, :, P:]], dim=2))
         until(lambda: nothing_is_owed(plugin(saving.engine).store))
     assert len(list(where.rglob("*"))) == BEHIND // CHUNK
-    with _saving(tmp_path, cartridge, config, **options) as saving:
+    with _saving(tmp_path, cartridge, **options) as saving:
         again = saving.loaded(ids, configs)
         assert again.shape[2] == (P + BEHIND if place == "remote" else P)
         assert torch.equal(again[:, :, P:], computed[:, :, P : again.shape[2]])
-    other = vllm_config(block_size=64, transfer={"kv_role": "kv_both"})
-    with _saving(tmp_path, cartridge, other, **options) as saving:
+    with _saving(tmp_path, cartridge, 64, **options) as saving:
         assert saving.hits(ids, configs) == P, "blocks of another size are no KV for these"
 
 
 def test_what_was_computed_for_a_name_is_handed_out_under_it_once(saving):
-    ids = _ids(5 * CHUNK + 1, 9)
-    slots = saving.slots(ids)
-    kv = saving.compute(slots)
-    saving.save(ids, slots, 0, {CAPTURE: "mine"} | tenant("mine"))
+    ids = make_ids(5 * CHUNK + 1, 9)
+    kv = saving.save(ids, 0, {CAPTURE: "mine"} | tenant("mine"))
     assert captured("mine", ids, 7) is None, "there is no such chunk, and nothing is let go of that was not fetched"
     for chunk in range(5):
         expected = heads_bytes(kv[:, :, chunk * CHUNK : (chunk + 1) * CHUNK])
