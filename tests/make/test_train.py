@@ -151,23 +151,6 @@ def test_a_loss_that_is_not_finite_ends_training_in_a_sentence(made):
 # It goes on, and it stops.
 
 
-def test_an_interrupted_run_goes_on_to_the_same_losses_and_the_same_kv(made, tmp_path):
-    def interrupt(step: int, loss: float) -> None:
-        if step == 7:
-            raise KeyboardInterrupt
-
-    recipe = replace(RECIPE, steps=12, check_every=4)
-    whole, cut, resumed = (_trainer(made, recipe=recipe) for _ in range(3))
-    expected = whole.run()
-    with pytest.raises(KeyboardInterrupt):
-        cut.run(tmp_path, interrupt)
-    steps: list[int] = []
-    result = resumed.run(tmp_path, lambda step, loss: steps.append(step))
-    assert steps[0] == 5, "from the checkpoint at 4"
-    assert torch.equal(resumed.kv(), whole.kv()) and torch.equal(result.kv, expected.kv)
-    assert resumed.rows == whole.rows == [json.loads(line) for line in (tmp_path / LOSS).read_text().splitlines()]
-
-
 def test_a_checkpoint_of_another_recipe_is_not_gone_on_from(made, tmp_path):
     _trainer(made, recipe=replace(RECIPE, steps=1)).run(tmp_path)
     with pytest.raises(CartridgeError, match="another recipe"):
@@ -262,13 +245,10 @@ def test_half_of_the_questions_stand_where_they_are_served_and_the_others_furthe
     assert gaps(random.Random(0), 9, 0) == [0] * 9
 
 
-@pytest.mark.parametrize(("shape", "value", "said"), [
-    ((2, 3, 32, 2, 32), 0, "shape"), ((2, 2, 32, 2, 64), 0, "shape"), ((3, 32, 2, 64), 0, "shape"), ((2, 3, 32, 2, 64), math.inf, "not finite"),
-])  # fmt: skip
-def test_kv_of_another_shape_or_not_finite_is_not_written(made, tmp_path, shape, value, said):
+@pytest.mark.parametrize("shape", [(2, 3, 32, 2, 32), (3, 32, 2, 64)])
+def test_kv_of_another_shape_is_not_written(made, tmp_path, shape):
     kv = torch.zeros(shape)
-    kv.view(-1)[77] = value
-    with pytest.raises(ArtifactError, match=said):
+    with pytest.raises(ArtifactError, match="shape"):
         write_trained(made.model, kv, tmp_path / "a", PROVENANCE, cartridge_id="a", version=1)
     assert not list(tmp_path.iterdir())
 
@@ -321,19 +301,18 @@ def test_p_is_as_asked_for_or_rounded_to_whole_chunks(asked, expected):
 
 
 def _assert_taught(model: CausalModel, ids: list[int], found: lesson.Lesson) -> None:
-    """Assert that the teacher's four likeliest tokens of the first answer are the model's with the document."""
-    example = found.examples[0]
-    plain = model.logits([*ids, *example.prompt, *example.answer[:-1]], len(example.answer)).log_softmax(-1)
-    assert torch.allclose(found.log_probs, plain.topk(4).values, atol=1e-3)
-    assert found.tokens[:, 0].tolist() == plain.argmax(-1).tolist()
+    """Assert that the teacher's likeliest tokens of the first answers are the model's with the document."""
+    for example in found.examples[:3]:
+        rows = slice(example.first, example.first + len(example.answer))
+        plain = model.logits([*ids, *example.prompt, *example.answer[:-1]], len(example.answer)).log_softmax(-1)
+        taught, tokens = found.log_probs[rows], found.tokens[rows]
+        assert torch.allclose(taught, plain.topk(tokens.shape[1]).values, atol=1e-3)
+        assert torch.allclose(taught, plain.gather(1, tokens), atol=1e-3)
 
 
 def test_the_teacher_predicts_what_the_model_with_the_document_does(made):
-    for example in made.lesson.examples[:3]:
-        rows = slice(example.first, example.first + len(example.answer))
-        plain = made.model.logits([*made.ids, *example.prompt, *example.answer[:-1]], len(example.answer))
-        full = torch.empty_like(plain).scatter(1, made.lesson.tokens[rows], made.lesson.log_probs[rows])
-        assert torch.allclose(full, plain.log_softmax(-1), atol=1e-3)
+    assert made.lesson.tokens.shape[1] == 640, "of every token"
+    _assert_taught(made.model, made.ids, made.lesson)
 
 
 def test_of_a_long_document_no_more_than_a_block_is_computed_at_a_time(made, monkeypatch):
@@ -383,21 +362,21 @@ def test_no_question_is_put_behind_the_end_of_the_models_context(made, monkeypat
 
 def test_a_lesson_is_kept_and_found_again_and_another_one_is_not(made, tmp_path):
     questions, kv = [Question("ward of Mora?", "7"), Question("blood of Mora?")], prefilled(made.model, made.ids)
-    asked: list[int] = []
-    first, again, _ = (
-        (asked.append(0), lesson.prepare(
+
+    def prepared(top_k: int) -> tuple[lesson.Lesson, bool]:
+        asked: list[object] = []
+        return lesson.prepare(
             made.model, made.ids, questions, kv, form="chat", top_k=top_k, answer_tokens=2, directory=tmp_path,
-            progress=lambda what, done, total: asked.append(done),
-        ))[1]
-        for top_k in (3, 3, 4)
-    )  # fmt: skip
-    starts = [at for at, done in enumerate(asked) if done == 0]
-    assert [b - a > 1 for a, b in itertools.pairwise([*starts, len(asked)])] == [True, False, True]
+            progress=lambda *done: asked.append(done),
+        ), bool(asked)  # fmt: skip
+
+    (first, is_new), (again, is_made_again), (_, is_another) = map(prepared, (3, 3, 4))
+    assert (is_new, is_made_again, is_another) == (True, False, True)
     assert again.examples == first.examples
     assert torch.equal(again.log_probs, first.log_probs) and torch.equal(again.tokens, first.tokens)
 
 
-@pytest.mark.parametrize("k", [1, 5, 20, 50])
+@pytest.mark.parametrize("k", [1, 20, 50])
 def test_the_divergence_is_that_of_kullback_and_leibler_with_all_unlikely_tokens_as_one(k):
     draw = torch.Generator().manual_seed(0)
     teacher, student = torch.randn(2, 6, 50, generator=draw).mul(3).log_softmax(-1)
@@ -562,16 +541,16 @@ def test_an_interrupted_command_goes_on_says_how_and_ends_as_if_it_had_not_been(
         if next(steps) == 5:
             raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.optim.AdamW, "step", interrupted)
-        assert train().status == 130
+    monkeypatch.setattr(torch.optim.AdamW, "step", interrupted)
+    assert train().status == 130
     assert not (train.home / "cartridges" / "a").exists()
     assert (train.files() / "loss.png").exists()
     said = train.refused("--set", "rate=0.1")
     assert "differs in recipe" in said and "--restart" in said
     ran = train()
     assert ran.status == 0 and "going on with the training" in ran.err
-    whole, cut = ((train.files(name) / LOSS).read_text() for name in ("whole", "a"))
+    assert next(steps) == 5 + 6 - 4 + 1, "from the checkpoint at 4"
+    whole, cut = (((train.files(name) / LOSS).read_text(), train.artefact(name)[0].digest) for name in ("whole", "a"))
     assert whole == cut
 
 
