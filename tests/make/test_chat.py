@@ -73,6 +73,13 @@ def _rendered(tokenizer: Any, messages: Any, **options: Any) -> list[int]:
     return tokenizer.apply_chat_template(msgspec.to_builtins(list(messages)), **given)
 
 
+def _assert_goes_on(tokenizer: Any, ids: list[int], chat: Chat, first: list[Message]) -> None:
+    """Assert that ids and what goes behind them are the template's tokens of conversations that begin with some messages."""
+    for contents in CONVERSATIONS:
+        behind = chat.behind(_rendered(tokenizer, [*chat.messages, *_turns(*contents)]))
+        assert [*ids, *(behind or [])] == _rendered(tokenizer, [*first, *_turns(*contents)]), contents
+
+
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_cartridge_and_what_goes_behind_it_are_the_templates_tokens_of_the_whole_conversation(tokenizer, name, end):
@@ -80,9 +87,7 @@ def test_the_cartridge_and_what_goes_behind_it_are_the_templates_tokens_of_the_w
     ids, chat = render(_model(tokenizer, TEMPLATES[name]), _turns(system=document), {})
     assert document.strip()[-20:-9] in tokenizer.decode(ids)[-60:], "it is whole"
     assert len(chat.prefix) < len(ids) / 4 and len(chat.messages[0].content) == STAND_IN
-    for contents in CONVERSATIONS:
-        behind = chat.behind(_rendered(tokenizer, [*chat.messages, *_turns(*contents)]))
-        assert [*ids, *(behind or [])] == _rendered(tokenizer, _turns(*contents, system=document)), contents
+    _assert_goes_on(tokenizer, ids, chat, _turns(system=document))
 
 
 def test_a_request_rendered_by_itself_gets_another_prompt(tokenizer):
@@ -98,9 +103,8 @@ def test_a_request_rendered_by_itself_gets_another_prompt(tokenizer):
     ("template", "messages"), [(INSIDE, [("user", SHEET), ("assistant", "Read.")]), (HEADERS, [("user", SHEET)])]
 )
 def test_several_messages_and_other_roles_are_a_cartridge_too(tokenizer, template, messages):
-    model, messages = _model(tokenizer, template), [Message(*each) for each in messages]
-    ids, chat = render(model, messages, {})
-    assert [*ids, *question_ids(model, "Hi", chat)] == _rendered(tokenizer, [*messages, *_turns("Hi")])
+    messages = [Message(*each) for each in messages]
+    _assert_goes_on(tokenizer, *render(_model(tokenizer, template), messages, {}), messages)
 
 
 @pytest.mark.parametrize(
@@ -131,10 +135,7 @@ def _begun(tokenizer: Any, template: str, messages: list[Message]) -> tuple[list
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_server_goes_on_with_what_its_own_template_makes(tokenizer, name, end):
     first = _turns("Well?", "Yes.", system=SHEET.strip() + end)
-    ids, chat = _begun(tokenizer, TEMPLATES[name], first)
-    for contents in CONVERSATIONS:
-        behind = chat.behind(_rendered(tokenizer, [*chat.messages, *_turns(*contents)]))
-        assert [*ids, *(behind or [])] == _rendered(tokenizer, [*first, *_turns(*contents)]), contents
+    _assert_goes_on(tokenizer, *_begun(tokenizer, TEMPLATES[name], first), first)
 
 
 @pytest.mark.parametrize("template", [LAST, INSIDE, COUNTING])
@@ -161,14 +162,11 @@ def test_tools_that_change_the_beginning_are_told_from_those_that_do_not(tokeniz
     assert (behind is not None) == goes_on
 
 
-@pytest.mark.parametrize("name", ["headers", "inside"])
-def test_a_second_bos_before_the_templates_own_is_left_out_and_no_other(tokenizer, name):
-    bos = tokenizer.bos_token_id
-    _, chat = render(_model(tokenizer, TEMPLATES[name]), _turns(system=SHEET), {})
-    whole = _rendered(tokenizer, [*chat.messages, *_turns("Hi")])
-    assert chat.behind([bos, *whole], bos) == chat.behind(whole, bos) == chat.behind(whole)
-    assert [chat.behind(*given) for given in (([bos, *whole],), (whole[1:], bos), ([], bos))] == [None] * 3
-    assert chat.behind([*chat.prefix, bos, bos], bos) == [bos, bos]
+def test_a_second_bos_before_the_templates_own_is_left_out_and_no_other():
+    chat, whole = Chat((Message("user", "x"),), (1, 5)), [1, 5, 7]
+    assert chat.behind([1, *whole], 1) == chat.behind(whole, 1) == chat.behind(whole) == [7]
+    assert [chat.behind(*given) for given in (([1, *whole],), ([5, 7], 1), ([], 1))] == [None] * 3
+    assert chat.behind([1, 5, 1, 1], 1) == [1, 1]
 
 
 def test_offline_messages_go_on_behind_it_and_text_and_ids_as_they_are(tokenizer):

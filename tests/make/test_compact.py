@@ -21,7 +21,6 @@ from lmcache_cartridge.make.compact import closed, job, references
 from lmcache_cartridge.make.compact.closed import attended, compacted, rerotated
 from lmcache_cartridge.make.compact.groups import groups
 from lmcache_cartridge.make.compact.job import compact, make
-from lmcache_cartridge.make.compact.keys import fitted_keys
 from lmcache_cartridge.make.compact.references import Layer, References, collect
 from lmcache_cartridge.make.compact.wanted import Wanted, references_of, repeated
 from lmcache_cartridge.make.gate import ACCEPT
@@ -29,7 +28,7 @@ from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.make.payload import read_checked, read_kv
 from lmcache_cartridge.make.questions import Question, split
 from lmcache_cartridge.make.train import lesson, packing
-from lmcache_cartridge.make.train.initial import FROZEN, prefilled
+from lmcache_cartridge.make.train.initial import prefilled
 
 P4, P16, P32 = 128, 32, 16
 SINGLE = ("--dtype", "float32")
@@ -81,13 +80,6 @@ def four(sheet):
 
 
 # What is asked.
-
-
-def test_the_attention_over_the_document_and_the_question_is_the_model_s_own(sheet):
-    for number, asked in enumerate(sheet.asked.layers):
-        keys, values = sheet.kv[:, number].transpose(1, 2)
-        error = (attended(asked, keys, values) - asked.wanted).norm() / asked.wanted.norm()
-        assert error < 1e-4
 
 
 def test_the_document_read_again_asks_for_every_token_once(sheet):
@@ -156,20 +148,6 @@ def _error(sheet: Sheet, kv: torch.Tensor) -> float:
 def test_what_is_fitted_beats_the_mean_of_those_it_stands_for(sheet, four, monkeypatch, name, instead, times):
     monkeypatch.setattr(closed, name, instead)
     assert times * _error(sheet, four) < _error(sheet, compacted(sheet.kv, sheet.asked, P4))
-
-
-def test_keys_that_give_the_wanted_shares_are_found():
-    draw = torch.Generator().manual_seed(0)
-    right, queries = torch.randn(6, 8, generator=draw), 2 * torch.randn(400, 8, generator=draw)
-    own = torch.randn(400, generator=draw)
-
-    def shares(keys: torch.Tensor) -> torch.Tensor:
-        return torch.cat([queries @ keys.T, own[:, None]], dim=1).softmax(1)[:, :-1]
-
-    start = torch.cat([right[:FROZEN], torch.zeros_like(right[FROZEN:])])
-    found = fitted_keys(start, queries, own, shares(right), torch.ones(400), 64)
-    assert torch.equal(found[:FROZEN], right[:FROZEN])
-    assert (shares(found) - shares(right)).abs().mean() < 0.02
 
 
 def test_values_that_are_alike_are_one_group_and_what_nobody_looks_at_gives_way():

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import foreign
 import pytest
@@ -161,9 +163,9 @@ def _kv(path: Path, **shape: Any) -> Path:
     return foreign.pairs(foreign.random_kv(P, **shape), path / "a.pt")
 
 
-def _with(path: Path, *index: int, value: float) -> Path:
+def _nan(path: Path) -> Path:
     kv = foreign.random_kv(P)
-    kv[index] = value
+    kv[1, 2, 17, 1, 3] = torch.nan
     return foreign.pairs(kv, path / "a.pt")
 
 
@@ -189,56 +191,52 @@ def _tensors(path: Path, **tensors: torch.Tensor) -> Path:
 
 
 NO_PAIR = "KV is not a tensor of keys and one of values"
-REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
-    "layers": (lambda p: _kv(p, layers=4), r"KV of 4 layers; the model has 3"),
-    "head size": (lambda p: _kv(p, head_size=32), r"shape \(1, 2, 64, 32\).*has \(1, 2, p, 64\) or \(1, p, 2, 64\)"),
-    "batch of two": (
+REFUSED: list[tuple[Callable[[Path], Path], str]] = [
+    (partial(_kv, layers=4), r"KV of 4 layers; the model has 3"),
+    (partial(_kv, head_size=32), r"shape \(1, 2, 64, 32\).*has \(1, 2, p, 64\) or \(1, p, 2, 64\)"),
+    (
         lambda p: _saved(p, [(t.clone(), t.clone()) for t in torch.ones(3, 2, 2, P, 64)]), r"shape \(2, 2, 64, 64\)"),
-    "uneven layers": (lambda p: _saved(p, [(k, v[:, :, n // 2 :]) for n, (k, v) in enumerate(_pairs(foreign.random_kv(P)))]), "values of layer 2 have 63 positions, the first 64"),
-    "layers of two orders": (lambda p: _saved(p, [(k.transpose(1, 2), v.transpose(1, 2)) if n else (k, v) for n, (k, v) in enumerate(_pairs(foreign.random_kv(8)))]),
+    (lambda p: _saved(p, [(k, v[:, :, n // 2 :]) for n, (k, v) in enumerate(_pairs(foreign.random_kv(P)))]), "values of layer 2 have 63 positions, the first 64"),
+    (lambda p: _saved(p, [(k.transpose(1, 2), v.transpose(1, 2)) if n else (k, v) for n, (k, v) in enumerate(_pairs(foreign.random_kv(8)))]),
                              r"values of layer 2 have shape \(1, 8, 2, 64\)"),
-    "length": (lambda p: foreign.pairs(foreign.random_kv(8192), p / "a.pt"), "KV of 8192 positions; the model's context"),
-    "no position": (lambda p: _saved(p, [(torch.ones(1, 2, 0, 64),) * 2] * 3), "KV of no position"),
-    "int8": (lambda p: _kv(p, dtype=torch.int8), "dtype int8; expected bfloat16, float16, float32 or float64"),
-    "float32 that bfloat16 does not hold": (lambda p: _kv(p, dtype=torch.float32), "without rounding.*--round"),
-    "nan": (lambda p: _with(p, 1, 2, 17, 1, 3, value=torch.nan),
-            "values of layer 2 at position 17, head 1, element 3: nan is not finite"),
-    "inf": (lambda p: _with(p, 0, 1, 63, 0, 0, value=-torch.inf), "keys of layer 1 at position 63.*-inf"),
-    "too few ids": (lambda p: _ids(p, [5] * 63), "63 token ids for KV of 64 positions"),
-    "vocabulary": (lambda p: _ids(p, [5] * 63 + [640]), "token id 640 is outside the model's vocabulary of 640"),
-    "vocabulary of a document": (lambda p: _ids(p, [5, 1 << 40], "document"), "token id 1099511627776 is outside"),
-    "frozen and fixed": (
+    (lambda p: foreign.pairs(foreign.random_kv(8192), p / "a.pt"), "KV of 8192 positions; the model's context"),
+    (lambda p: _saved(p, [(torch.ones(1, 2, 0, 64),) * 2] * 3), "KV of no position"),
+    (partial(_kv, dtype=torch.int8), "dtype int8; expected bfloat16, float16, float32 or float64"),
+    (partial(_kv, dtype=torch.float32), "without rounding.*--round"),
+    (_nan, "values of layer 2 at position 17, head 1, element 3: nan is not finite"),
+    (lambda p: _ids(p, [5] * 63), "63 token ids for KV of 64 positions"),
+    (lambda p: _ids(p, [5] * 63 + [640]), "token id 640 is outside the model's vocabulary of 640"),
+    (lambda p: _ids(p, [5, 1 << 40], "document"), "token id 1099511627776 is outside"),
+    (
         lambda p: _hazy(p, lambda c: c.update(fixed_keys=c["frozen_keys"], fixed_values=c["frozen_values"])), "both frozen_keys and fixed_keys"),
-    **{f"no {lost}": (lambda p, lost=lost: _hazy(p, lambda c: c.pop(lost)), f"{lost.split('_')[0]} {NO_PAIR}")
-       for lost in ("frozen_values", "frozen_keys", "trainable_values")},
-    "no trainable part": (lambda p: _hazy(p, lambda c: (c.pop("trainable_keys"), c.pop("trainable_values"))), "frozen_keys and no trainable_keys"),
-    "a layer of one tensor": (lambda p: _saved(p, [(torch.ones(1, 2, P, 64),)] * 3), NO_PAIR),
-    "another dict": (lambda p: _saved(p, {"state_dict": {}, "epoch": 3}), "it has epoch, state_dict, and trainable_keys"),
-    "gaps in layers": (
+    *((partial(_hazy, change=lambda c, lost=lost: c.pop(lost)), f"{lost.split('_')[0]} {NO_PAIR}")
+       for lost in ("frozen_values", "frozen_keys", "trainable_values")),
+    (lambda p: _hazy(p, lambda c: (c.pop("trainable_keys"), c.pop("trainable_values"))), "frozen_keys and no trainable_keys"),
+    (lambda p: _saved(p, [(torch.ones(1, 2, P, 64),)] * 3), NO_PAIR),
+    (lambda p: _saved(p, {"state_dict": {}, "epoch": 3}), "it has epoch, state_dict, and trainable_keys"),
+    (
         lambda p: _saved(p, {k: v for k, v in foreign.flat(foreign.random_kv(P)).items() if ".1." not in k}), NO_PAIR),
-    "lora": (lambda p: _peft(p, peft_type="LORA"), "a PEFT adapter of type LORA is no KV"),
-    "projection": (
+    (partial(_peft, peft_type="LORA"), "a PEFT adapter of type LORA is no KV"),
+    (
         lambda p: foreign.peft_adapter(foreign.random_kv(P), p / "a", kind="PREFIX_TUNING", prefix_projection=True,
                                        encoder_hidden_size=8), "prefix_projection is on.*set prefix_projection to false"),
-    "peft p": (lambda p: _peft(p, num_virtual_tokens=65), r"shape \(64, 768\).*says \(65, 768\)"),
-    "peft heads": (lambda p: _peft(p, num_attention_heads=4), r"keys of layer 0 have shape \(64, 4, 32\)"),
-    "peft encoder too": (lambda p: _peft(p, num_transformer_submodules=2), "an encoder too"),
-    "peft with other weights": (
+    (partial(_peft, num_virtual_tokens=65), r"shape \(64, 768\).*says \(65, 768\)"),
+    (partial(_peft, num_transformer_submodules=2), "an encoder too"),
+    (
         lambda p: _tensors(p, lora_A=torch.ones(2)), "the one tensor prompt_embeddings was expected.*lora_A"),
-    "peft of integers": (
+    (
         lambda p: _tensors(p, prompt_embeddings=torch.ones(P, 768, dtype=torch.int32)), "prompt_embeddings was expected"),
-    "two checkpoints": (lambda p: foreign.pairs(foreign.random_kv(P), _kv(p).with_name("b.pt")).parent, "several checkpoints, a.pt, b.pt; name one"),
-    "an empty directory": (lambda p: p, "no known format"),
-    "our own": (lambda p: (p / "manifest.json").write_text("{}") and p, "is a cartridge already.*import"),
-    "half an adapter": (lambda p: _peft(p) / "adapter_model.safetensors", "give the directory"),
-    "kv in json": (lambda p: (p / "a.json").write_text('{"token_ids": [1], "kv_cache": [1]}') and p / "a.json", "KV in JSON"),
-    "nothing": (lambda p: p / "gone.pt", "no such file"),
-}  # fmt: skip
+    (lambda p: foreign.pairs(foreign.random_kv(P), _kv(p).with_name("b.pt")).parent, "several checkpoints, a.pt, b.pt; name one"),
+    (lambda p: p, "no known format"),
+    (lambda p: (p / "manifest.json").write_text("{}") and p, "is a cartridge already.*import"),
+    (lambda p: _peft(p) / "adapter_model.safetensors", "give the directory"),
+    (lambda p: (p / "a.json").write_text('{"token_ids": [1], "kv_cache": [1]}') and p / "a.json", "KV in JSON"),
+    (lambda p: p / "gone.pt", "no such file"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_it_is_refused_with_the_reason_and_nothing_is_left(model, tmp_path, name):
-    make, message = REFUSED[name]
+@pytest.mark.parametrize(("make", "message"), REFUSED)
+def test_it_is_refused_with_the_reason_and_nothing_is_left(model, tmp_path, make, message):
     (tmp_path / "in").mkdir()
     with pytest.raises(CartridgeError, match=message):
         bring(model, make(tmp_path / "in"), tmp_path / "out" / "1", compare=True)
@@ -346,14 +344,8 @@ def test_the_command_imports_and_registers(tmp_path, cli):
 
 
 def test_a_hub_id_is_taken_from_the_local_cache_and_the_network_left_alone(tmp_path, cli, monkeypatch):
-    asked: list[Any] = []
-
-    def refuse(*given: Any, **named: Any) -> None:
-        asked.append(given)
-        raise OSError("no network here")
-
-    for place, name in ((socket.socket, "connect"), (socket, "create_connection"), (socket, "getaddrinfo")):
-        monkeypatch.setattr(place, name, refuse)
+    lookup = Mock(side_effect=OSError("no network here"))
+    monkeypatch.setattr(socket, "getaddrinfo", lookup)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     kept = tmp_path / "cache" / "models--org--notes"
     foreign.peft_adapter(foreign.random_kv(16), kept / "snapshots" / ("0" * 40))
@@ -367,5 +359,5 @@ def test_a_hub_id_is_taken_from_the_local_cache_and_the_network_left_alone(tmp_p
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     cli.json("import", kept / "snapshots" / ("0" * 40), *common)
     assert "no such file or directory" in cli.refused("import", "./org/notes", *common)
-    assert asked == [], "a path needs no network"
-    assert cli.refused("import", "org/other", *common) and asked, "the control"
+    assert not lookup.called, "a path needs no network"
+    assert cli.refused("import", "org/other", *common) and lookup.called, "the control"

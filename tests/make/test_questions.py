@@ -100,20 +100,18 @@ def test_slices_lie_all_over_the_document_and_break_no_word():
 
 
 def test_self_study_shows_its_writer_slices_and_keeps_what_it_asks():
-    document, runs, counted = "word " * 2000, [], []
-    for _ in range(2):
-        shown: list[tuple[str, str, int]] = []
+    document, shown, counted = "word " * 2000, [], []
 
-        def write(*given: Any, shown: list = shown) -> str:
-            shown.append(given)
-            return f"\nQuestion: what of {len(shown)}?\nAnswer: nothing"
+    def write(*given: Any) -> str:
+        shown.append(given)
+        return f"\nQuestion: what of {len(shown)}?\nAnswer: nothing"
 
+    for first in (1, 6):
         found = self_study(write, document, 5, seed=1, progress=lambda what, done, total: counted.append((done, total)))
-        assert found == [Question(f"what of {i}?") for i in range(1, 6)]
-        runs.append(shown)
+        assert found == [Question(f"what of {i}?") for i in range(first, first + 5)]
     assert counted == [(i, 5) for i in range(1, 6)] * 2
     assert all(text in document for text, _, _ in shown) and len({seed for _, _, seed in shown}) == 5
-    assert runs[0] == runs[1], "another run asks for the same"
+    assert shown[:5] == shown[5:], "another run asks for the same"
 
 
 def test_self_study_asks_again_for_what_it_has_or_cannot_use_and_then_makes_do():
@@ -130,8 +128,7 @@ def test_self_study_asks_again_for_what_it_has_or_cannot_use_and_then_makes_do()
         ("\n\n  Question: What is it?\nAnswer: this", "What is it?"),
         ("1. What is it?", "What is it?"),
         ("Q3) What is it?", "What is it?"),
-        ('"What is it?"', "What is it?"),
-        ("- What is it?", "What is it?"),
+        ('- "What is it?"', "What is it?"),
         ("Quite a lot?", "Quite a lot?"),
         ("", ""),
         ("```", ""),
