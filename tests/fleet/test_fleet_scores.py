@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -86,21 +86,23 @@ class Running:
         await seen(lambda: all(pod.problem is None and pod.is_known for pod in self.fleet.pods))
 
 
-@asynccontextmanager
-async def running(tmp_path: Path, count: int = 3, **config: Any) -> AsyncIterator[Running]:
+@pytest.fixture
+async def start(tmp_path):
+    """Start a service over so many servers, and wait until it knows them."""
     async with AsyncExitStack() as stack:
-        pods: dict[str, Pod] = {}
-        for number in range(count):
-            pod = Pod(tmp_path / str(number), f"engine-{number}")
-            await stack.enter_async_context(pod.server)
-            stack.callback(pod.engine.close)
-            pods[pod.name] = pod
-        named = [{"name": name, "url": str(pod.server.make_url("")).rstrip("/")} for name, pod in pods.items()]
-        fleet = Fleet(of_mapping({"pods": named, "poll_s": 0.05, "verify_s": 0.3, **config}))
-        client = await stack.enter_async_context(TestClient(TestServer(app(fleet))))
-        made = Running(pods, fleet, client)
-        await made.known()
-        yield made
+
+        async def started(count: int = 2, **config: Any) -> Running:
+            pods = {name: Pod(tmp_path / name, name) for name in (f"engine-{number}" for number in range(count))}
+            for pod in pods.values():
+                await stack.enter_async_context(pod.server)
+                stack.callback(pod.engine.close)
+            named = [{"name": name, "url": str(pod.server.make_url("")).rstrip("/")} for name, pod in pods.items()]
+            fleet = Fleet(of_mapping({"pods": named, "poll_s": 0.05, "verify_s": 0.3, **config}))
+            made = Running(pods, fleet, await stack.enter_async_context(TestClient(TestServer(app(fleet)))))
+            await made.known()
+            return made
+
+        yield started
 
 
 def test_a_score_is_llm_ds_and_a_tier_further_away_counts_less():
@@ -128,145 +130,145 @@ def test_a_key_has_one_owner_and_a_server_that_goes_moves_its_own_keys_only():
     assert {key for key in keys if after[key] != before[key]} == {key for key in keys if before[key] == "engine-3"}
 
 
-async def test_who_holds_a_cartridge_is_picked_and_the_receipt_says_why(tmp_path):
-    async with running(tmp_path) as fleet:
-        await fleet.hold("engine-1", "a")
-        await fleet.hold("engine-2", "b", medium="CPU")
-        await fleet.hold("engine-0", "a", medium="STORAGE", blocks=4)
-        for naming in ({"cartridges": ["a"]}, {"cartridges": ["a"], "prompt": "x"}):
-            name, receipt = await fleet.pick({"model": MODEL} | naming)
-            assert name == "engine-1"
-        assert receipt["by"] == "score" and receipt["tokens"] == 128
-        assert receipt["scores"]["engine-1"] == {
-            "total": 2.5, "prefix": 2.0, "load": 0.5, "matched": {"gpu": 128}, "share": 1.0, "waiting": 0, "known": True,
-        }  # fmt: skip
-        assert receipt["scores"]["engine-0"]["matched"] == {"disk": 64}
-        assert (await fleet.pick({}, x_cartridges="b"))[0] == "engine-2"
-        assert (await fleet.pick({"cartridges": ["b"], "messages": []}))[0] == "engine-2"
-        assert sum(len(pod.rendered) for pod in fleet.pods.values()) == 3, "once for every way of naming"
+async def test_who_holds_a_cartridge_is_picked_and_the_receipt_says_why(start):
+    fleet = await start(3)
+    await fleet.hold("engine-1", "a")
+    await fleet.hold("engine-2", "b", medium="CPU")
+    await fleet.hold("engine-0", "a", medium="STORAGE", blocks=4)
+    for naming in ({"cartridges": ["a"]}, {"cartridges": ["a"], "prompt": "x"}):
+        name, receipt = await fleet.pick({"model": MODEL} | naming)
+        assert name == "engine-1"
+    assert receipt["by"] == "score" and receipt["tokens"] == 128
+    assert receipt["scores"]["engine-1"] == {
+        "total": 2.5, "prefix": 2.0, "load": 0.5, "matched": {"gpu": 128}, "share": 1.0, "waiting": 0, "known": True,
+    }  # fmt: skip
+    assert receipt["scores"]["engine-0"]["matched"] == {"disk": 64}
+    assert (await fleet.pick({}, x_cartridges="b"))[0] == "engine-2"
+    assert (await fleet.pick({"cartridges": ["b"], "messages": []}))[0] == "engine-2"
+    assert sum(len(pod.rendered) for pod in fleet.pods.values()) == 3, "once for every way of naming"
 
 
-async def test_a_cartridge_that_nobody_holds_has_one_owner_and_other_requests_go_by_load(tmp_path):
-    async with running(tmp_path) as fleet:
-        for name in "abcd":
-            picked = [await fleet.pick({"cartridges": [name]}) for _ in range(5)]
-            assert {one for one, _ in picked} == {owner(name, fleet.pods)}
-            assert {receipt["by"] for _, receipt in picked} == {"owner"}
-        name, receipt = await fleet.pick({"cartridges": ["unheard-of"]})
-        assert (name, receipt["by"]) == (owner("unheard-of", fleet.pods), "owner")
-        assert "404" in receipt["problem"] and "unheard-of" in receipt["problem"]
-        fleet.pods["engine-0"].waiting, fleet.pods["engine-2"].waiting = 3, 200
-        await seen(lambda: [pod.waiting for pod in fleet.fleet.pods] == [3, 0, 200])
-        for body in ({"prompt": "x"}, {}, {"cartridges": 5}):
-            assert (await fleet.pick(body))[0] == "engine-1"
-        for cut in (b"no json", b'{"cartridges": ["a"], "prompt": "'):
-            assert (await fleet.fleet.pick({}, cut)).pod.name == "engine-1"
-        assert (await fleet.fleet.pick({"x-cartridges": "a"}, cut)).pod.name == owner("a", fleet.pods)
-        await fleet.hold("engine-2", "a")
-        assert (await fleet.pick({"cartridges": ["a"]}))[0] == "engine-2", "under any queue"
+async def test_a_cartridge_that_nobody_holds_has_one_owner_and_other_requests_go_by_load(start):
+    fleet = await start(3)
+    for name in "abcd":
+        picked = [await fleet.pick({"cartridges": [name]}) for _ in range(5)]
+        assert {one for one, _ in picked} == {owner(name, fleet.pods)}
+        assert {receipt["by"] for _, receipt in picked} == {"owner"}
+    name, receipt = await fleet.pick({"cartridges": ["unheard-of"]})
+    assert (name, receipt["by"]) == (owner("unheard-of", fleet.pods), "owner")
+    assert "404" in receipt["problem"] and "unheard-of" in receipt["problem"]
+    fleet.pods["engine-0"].waiting, fleet.pods["engine-2"].waiting = 3, 200
+    await seen(lambda: [pod.waiting for pod in fleet.fleet.pods] == [3, 0, 200])
+    for body in ({"prompt": "x"}, {}, {"cartridges": 5}):
+        assert (await fleet.pick(body))[0] == "engine-1"
+    for cut in (b"no json", b'{"cartridges": ["a"], "prompt": "'):
+        assert (await fleet.fleet.pick({}, cut)).pod.name == "engine-1"
+    assert (await fleet.fleet.pick({"x-cartridges": "a"}, cut)).pod.name == owner("a", fleet.pods)
+    await fleet.hold("engine-2", "a")
+    assert (await fleet.pick({"cartridges": ["a"]}))[0] == "engine-2", "under any queue"
 
 
-async def test_a_first_block_that_many_share_does_not_move_a_cartridge_from_its_owner(tmp_path):
+async def test_a_first_block_that_many_share_does_not_move_a_cartridge_from_its_owner(start):
     """A chat template or a letterhead: whoever loaded one cartridge has the beginning of all."""
-    async with running(tmp_path) as fleet:
-        home = owner("a", fleet.pods)
-        [other, third] = sorted(set(fleet.pods) - {home})
-        for holder, blocks, expected in (
-            (other, 1, (home, "owner")),  # an eighth of it is not the cartridge
-            (third, 4, (third, "score")),  # half of it is
-        ):
-            await fleet.hold(holder, "a", blocks)
-            picked, receipt = await fleet.pick({"cartridges": ["a"]})
-            assert (picked, receipt["by"]) == expected
+    fleet = await start(3)
+    home = owner("a", fleet.pods)
+    [other, third] = sorted(set(fleet.pods) - {home})
+    for holder, blocks, expected in (
+        (other, 1, (home, "owner")),  # an eighth of it is not the cartridge
+        (third, 4, (third, "score")),  # half of it is
+    ):
+        await fleet.hold(holder, "a", blocks)
+        picked, receipt = await fleet.pick({"cartridges": ["a"]})
+        assert (picked, receipt["by"]) == expected
 
 
-async def test_a_server_that_is_not_healthy_is_left_out_until_it_is_again(tmp_path):
-    async with running(tmp_path, 2) as fleet:
-        await fleet.hold("engine-1", "a")
-        fleet.pods["engine-1"].healthy = False
-        await seen(lambda: fleet.fleet.pods[1].problem is not None)
-        name, receipt = await fleet.pick({"cartridges": ["a"]})
-        assert name == "engine-0" and receipt["left_out"] == {"engine-1": "/health answers 503"}
-        fleet.pods["engine-0"].healthy = False
-        await seen(lambda: fleet.fleet.pods[0].problem is not None)
-        with pytest.raises(NoPod, match="engine-0: /health answers 503; engine-1"):
-            await fleet.pick({"cartridges": ["a"]})
-        reply = await fleet.client.post("/pick", json={"cartridges": ["a"]})
-        assert (reply.status, (await reply.json())["error"]["type"]) == (503, "NoPod")
-        fleet.pods["engine-1"].healthy = True
-        await seen(lambda: fleet.fleet.pods[1].problem is None)
-        assert (await fleet.pick({"cartridges": ["a"]}))[0] == "engine-1"
-        await fleet.pods["engine-1"].server.close()
-        await seen(lambda: "no answer" in str(fleet.fleet.pods[1].problem))
-
-
-async def test_a_score_is_of_a_requests_cartridges_and_the_tokens_of_its_prompt(tmp_path):
-    async with running(tmp_path, 2) as fleet:
-        await fleet.hold("engine-1", "a")
-        half = [9] * 128
-        for request, headers, tokens, part in (
-            ({"cartridges": ["a"]}, {}, 128, 2.0), ({"cartridges": ["a"], "prompt": half}, {}, 256, 1.0),
-            ({"prompt": CARTRIDGES["a"]}, {}, 128, 2.0), ({"prompt": half, "model": "another"}, {}, 128, 0.0),
-            ({"cartridges": ["a"], "prompt": "text"}, {}, 128, 2.0), ({}, {"X-Cartridges": "a"}, 128, 2.0),
-        ):  # fmt: skip
-            told = await (await fleet.client.post("/score", json=request, headers=headers)).json()
-            assert told["receipt"]["tokens"] == tokens, request
-            assert told["scores"] == {"engine-0": 0.5, "engine-1": part + 0.5}, request
-
-
-async def test_blocks_of_an_adapter_are_its_own(tmp_path):
-    async with running(tmp_path, 2) as fleet:
-        await fleet.hold("engine-0", "a", adapter="nurse")
-        await fleet.hold("engine-1", "a")
-        for model, name in (("nurse", "engine-0"), (MODEL, "engine-1"), (f"{MODEL}:a", "engine-1")):
-            assert (await fleet.pick({"model": model, "cartridges": ["a"]}))[0] == name
-
-
-async def test_a_name_is_asked_for_again_and_meanwhile_means_what_it_meant(tmp_path):
-    async with running(tmp_path, 1, names_ttl_s=0.001) as fleet:
-        (pod,) = fleet.pods.values()
-        assert (await fleet.pick({"cartridges": ["a"]}))[1]["tokens"] == 128
-        pod.status = 500
-        await asyncio.sleep(0.01)
-        for _ in range(3):
-            assert (await fleet.pick({"cartridges": ["a"]}))[1]["tokens"] == 128
-        assert (await fleet.pick({"cartridges": ["b"]}))[1]["problem"].startswith("no server answers")
-        pod.status = 200
-
-        before = len(pod.rendered)
+async def test_a_server_that_is_not_healthy_is_left_out_until_it_is_again(start):
+    fleet = await start()
+    await fleet.hold("engine-1", "a")
+    fleet.pods["engine-1"].healthy = False
+    await seen(lambda: fleet.fleet.pods[1].problem is not None)
+    name, receipt = await fleet.pick({"cartridges": ["a"]})
+    assert name == "engine-0" and receipt["left_out"] == {"engine-1": "/health answers 503"}
+    fleet.pods["engine-0"].healthy = False
+    await seen(lambda: fleet.fleet.pods[0].problem is not None)
+    with pytest.raises(NoPod, match="engine-0: /health answers 503; engine-1"):
         await fleet.pick({"cartridges": ["a"]})
-        await seen(lambda: len(pod.rendered) > before)
-        many = await asyncio.gather(*[fleet.pick({"cartridges": ["c"]}) for _ in range(20)])
-        assert {receipt["tokens"] for _, receipt in many} == {128}
-        assert sum(body.get("cartridges") == ["c"] for body in pod.rendered) == 1, "once for all who wait"
+    reply = await fleet.client.post("/pick", json={"cartridges": ["a"]})
+    assert (reply.status, (await reply.json())["error"]["type"]) == (503, "NoPod")
+    fleet.pods["engine-1"].healthy = True
+    await seen(lambda: fleet.fleet.pods[1].problem is None)
+    assert (await fleet.pick({"cartridges": ["a"]}))[0] == "engine-1"
+    await fleet.pods["engine-1"].server.close()
+    await seen(lambda: "no answer" in str(fleet.fleet.pods[1].problem))
 
 
-async def test_errors_say_what_is_wrong(tmp_path):
-    async with running(tmp_path, 2) as fleet:
-
-        async def refused(body: bytes) -> tuple[int, str, str]:
-            reply = await fleet.client.post("/score", data=body)
-            error = (await reply.json())["error"]
-            return reply.status, error["type"], error["message"]
-
-        for body in (
-            b"[]",
-            b"{",
-            b'{"prompt": "x"}',
-            b'{"prompt": [-1]}',
-            b'{"prompt": ["x"]}',
-            b'{"cartridges": ["e"]}',
-        ):
-            status, kind, message = await refused(body)
-            words = "404" if b"cartridges" in body else "token ids"
-            assert (status, kind, words in message) == (400, NoTokens.__name__, True), (body, message)
-        for pod in fleet.fleet.pods:
-            for follower in pod.followers.values():
-                follower.known = False
-        assert (await refused(b'{"prompt": [1]}'))[:2] == (503, NotReplayed.__name__)
+async def test_a_score_is_of_a_requests_cartridges_and_the_tokens_of_its_prompt(start):
+    fleet = await start()
+    await fleet.hold("engine-1", "a")
+    half = [9] * 128
+    for request, headers, tokens, part in (
+        ({"cartridges": ["a"]}, {}, 128, 2.0), ({"cartridges": ["a"], "prompt": half}, {}, 256, 1.0),
+        ({"prompt": CARTRIDGES["a"]}, {}, 128, 2.0), ({"prompt": half, "model": "another"}, {}, 128, 0.0),
+        ({"cartridges": ["a"], "prompt": "text"}, {}, 128, 2.0), ({}, {"X-Cartridges": "a"}, 128, 2.0),
+    ):  # fmt: skip
+        told = await (await fleet.client.post("/score", json=request, headers=headers)).json()
+        assert told["receipt"]["tokens"] == tokens, request
+        assert told["scores"] == {"engine-0": 0.5, "engine-1": part + 0.5}, request
 
 
-async def test_a_server_whose_events_raise_once_is_followed_again(tmp_path, monkeypatch):
+async def test_blocks_of_an_adapter_are_its_own(start):
+    fleet = await start()
+    await fleet.hold("engine-0", "a", adapter="nurse")
+    await fleet.hold("engine-1", "a")
+    for model, name in (("nurse", "engine-0"), (MODEL, "engine-1"), (f"{MODEL}:a", "engine-1")):
+        assert (await fleet.pick({"model": model, "cartridges": ["a"]}))[0] == name
+
+
+async def test_a_name_is_asked_for_again_and_meanwhile_means_what_it_meant(start):
+    fleet = await start(1, names_ttl_s=0.001)
+    (pod,) = fleet.pods.values()
+    assert (await fleet.pick({"cartridges": ["a"]}))[1]["tokens"] == 128
+    pod.status = 500
+    await asyncio.sleep(0.01)
+    for _ in range(3):
+        assert (await fleet.pick({"cartridges": ["a"]}))[1]["tokens"] == 128
+    assert (await fleet.pick({"cartridges": ["b"]}))[1]["problem"].startswith("no server answers")
+    pod.status = 200
+
+    before = len(pod.rendered)
+    await fleet.pick({"cartridges": ["a"]})
+    await seen(lambda: len(pod.rendered) > before)
+    many = await asyncio.gather(*[fleet.pick({"cartridges": ["c"]}) for _ in range(20)])
+    assert {receipt["tokens"] for _, receipt in many} == {128}
+    assert sum(body.get("cartridges") == ["c"] for body in pod.rendered) == 1, "once for all who wait"
+
+
+async def test_errors_say_what_is_wrong(start):
+    fleet = await start()
+
+    async def refused(body: bytes) -> tuple[int, str, str]:
+        reply = await fleet.client.post("/score", data=body)
+        error = (await reply.json())["error"]
+        return reply.status, error["type"], error["message"]
+
+    for body in (
+        b"[]",
+        b"{",
+        b'{"prompt": "x"}',
+        b'{"prompt": [-1]}',
+        b'{"prompt": ["x"]}',
+        b'{"cartridges": ["e"]}',
+    ):
+        status, kind, message = await refused(body)
+        words = "404" if b"cartridges" in body else "token ids"
+        assert (status, kind, words in message) == (400, NoTokens.__name__, True), (body, message)
+    for pod in fleet.fleet.pods:
+        for follower in pod.followers.values():
+            follower.known = False
+    assert (await refused(b'{"prompt": [1]}'))[:2] == (503, NotReplayed.__name__)
+
+
+async def test_a_server_whose_events_raise_once_is_followed_again(start, monkeypatch):
     apply, raised = index.Index.apply, []
 
     def failing(self: index.Index, *event: Any) -> bool:
@@ -276,29 +278,29 @@ async def test_a_server_whose_events_raise_once_is_followed_again(tmp_path, monk
         return apply(self, *event)
 
     monkeypatch.setattr(index.Index, "apply", failing)
-    async with running(tmp_path, 1) as fleet:
-        await fleet.hold("engine-0", "a")
-        await fleet.known()  # the replay of which the blocks are the first may not be over
-        assert (await fleet.pick({"cartridges": ["a"]}))[1]["scores"]["engine-0"]["total"] == 2.5
+    fleet = await start(1)
+    await fleet.hold("engine-0", "a")
+    await fleet.known()  # the replay of which the blocks are the first may not be over
+    assert (await fleet.pick({"cartridges": ["a"]}))[1]["scores"]["engine-0"]["total"] == 2.5
     assert raised
 
 
-async def test_metrics_say_what_was_done(tmp_path):
-    async with running(tmp_path, 2) as fleet:
-        await fleet.hold("engine-1", "a")
-        await fleet.pick({"cartridges": ["a"]})
-        await fleet.pick({"cartridges": ["b"]})
-        await fleet.client.post("/score", json={"cartridges": ["a"]})
-        text = await (await fleet.client.get("/metrics")).text()
-        home = owner("b", fleet.pods)
-        for line in (
-            'index_blocks{pod="engine-1",tier="gpu"} 8.0', 'picks_total{by="score",pod="engine-1"} 1.0',
-            f'picks_total{{by="owner",pod="{home}"}} 1.0', "asked_tokens_total 256.0", "hit_tokens_total 128.0",
-            'event_batches_total{pod="engine-1"} 1.0', 'whole{pod="engine-0"} 1.0',
-            'seconds_count{of="score"} 1.0',
-        ):  # fmt: skip
-            assert f"lmcache_cartridge_fleet_{line}\n" in text, text
-        assert (await fleet.client.get("/health")).status == 200
+async def test_metrics_say_what_was_done(start):
+    fleet = await start()
+    await fleet.hold("engine-1", "a")
+    await fleet.pick({"cartridges": ["a"]})
+    await fleet.pick({"cartridges": ["b"]})
+    await fleet.client.post("/score", json={"cartridges": ["a"]})
+    text = await (await fleet.client.get("/metrics")).text()
+    home = owner("b", fleet.pods)
+    for line in (
+        'index_blocks{pod="engine-1",tier="gpu"} 8.0', 'picks_total{by="score",pod="engine-1"} 1.0',
+        f'picks_total{{by="owner",pod="{home}"}} 1.0', "asked_tokens_total 256.0", "hit_tokens_total 128.0",
+        'event_batches_total{pod="engine-1"} 1.0', 'whole{pod="engine-0"} 1.0',
+        'seconds_count{of="score"} 1.0',
+    ):  # fmt: skip
+        assert f"lmcache_cartridge_fleet_{line}\n" in text, text
+    assert (await fleet.client.get("/health")).status == 200
 
 
 def test_a_wrong_configuration_is_refused_with_the_key(tmp_path):
@@ -325,11 +327,11 @@ def test_the_shipped_configuration_is_read():
     )
 
 
-async def test_remembered_tokens_are_bounded(tmp_path, monkeypatch):
+async def test_remembered_tokens_are_bounded(start, monkeypatch):
     monkeypatch.setattr("lmcache_cartridge.fleet.tokens._MAX_KEPT_TOKENS", 800)
-    async with running(tmp_path, 1) as fleet:
-        (pod,) = fleet.pods.values()
-        for name in "abacab":
-            await fleet.pick({"cartridges": [name]})
-        asked = "".join(body["cartridges"][0] for body in pod.rendered)
-        assert asked == "abcb", "two fit; what was asked for last stays"
+    fleet = await start(1)
+    (pod,) = fleet.pods.values()
+    for name in "abacab":
+        await fleet.pick({"cartridges": [name]})
+    asked = "".join(body["cartridges"][0] for body in pod.rendered)
+    assert asked == "abcb", "two fit; what was asked for last stays"
