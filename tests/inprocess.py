@@ -151,6 +151,11 @@ def tags(tag: str | None) -> dict[str, str]:
     return {} if tag is None else {"lmcache.tag.cartridge": tag}
 
 
+def keys_of(engine: LMCacheEngine, ids: list[int], configs: dict[str, Any] | None = None) -> list[Any]:
+    """Return LMCache's keys of the whole chunks of ids, under a request configuration."""
+    return [key for _, _, key in engine.token_database.process_tokens(tokens=ids, request_configs=configs)]
+
+
 def look_up(engine: LMCacheEngine, ids: list[int], request: str, configs: dict[str, Any] | None = None) -> int:
     """Return how many tokens LMCache promises, asked as its lookup client and server ask it: by hashes, pinning."""
     chunks = list(engine.token_database.process_tokens(tokens=ids, make_key=False))

@@ -22,6 +22,7 @@ from lmcache_cartridge.library.index import Hasher
 if TYPE_CHECKING:
     import torch
 
+    from lmcache_cartridge.artifact.canary import ServedCanary
     from lmcache_cartridge.memory.described import Engine
 
 VOCABULARY = 1000
@@ -42,10 +43,11 @@ def make_rope(*, rotary_dim: int = 64, kind: str = "default", attention_factor: 
 
 
 def make_fingerprint(
-    *, layers: int = 3, kv_heads: int = 2, head_size: int = 64, dtype: str = "bfloat16", rope: Rotation | None = None
-) -> Fingerprint:
+    *, layers: int = 3, kv_heads: int = 2, head_size: int = 64, dtype: str = "bfloat16", rope: Rotation | None = None,
+    pairing: str | None = None,
+) -> Fingerprint:  # fmt: skip
     """Return the fingerprint of a small Llama, all of whose layers rotate where it is known how."""
-    rope = rope or make_rope(rotary_dim=head_size)
+    rope = rope or msgspec.structs.replace(make_rope(rotary_dim=head_size), pairing=pairing)
     if rope.pairing is not None:
         rope = msgspec.structs.replace(rope, layers=tuple(range(layers)))
     return Fingerprint(
@@ -92,14 +94,16 @@ def make_artifact(
     head_size: int = 64,
     chunk_tokens: int = 16,
     dtype: str = "bfloat16",
-    kind: Literal["prefill", "trained"] = "prefill",
+    kind: Literal["prefill", "trained", "tokens"] = "prefill",
     seed: int = 0,
     cartridge_id: str = "doc",
     version: int = 1,
     token_ids: list[int] | None = None,
+    document_ids: list[int] | None = None,
     fingerprint: Fingerprint | None = None,
     kv: torch.Tensor | None = None,
     encoding: str = "plain",
+    canary: ServedCanary | None = None,
 ) -> Made:
     """Write an artefact of random KV through `ArtifactWriter`; another `seed` gives other KV and token ids."""
     shape = fingerprint or make_fingerprint(layers=layers, kv_heads=kv_heads, head_size=head_size, dtype=dtype)
@@ -113,14 +117,16 @@ def make_artifact(
         kind=kind,
         fingerprint=shape,
         token_ids=np.asarray(ids, dtype="<u4"),
+        document_ids=None if document_ids is None else np.asarray(document_ids),
         chunk_tokens=chunk_tokens,
         encoding=encoding,
     ) as writer:
-        for chunk in (
+        chunks = (
             _drawn(shape, positions, chunk_tokens, seed) if kv is None else _encoded(kv, shape, chunk_tokens, encoding)
-        ):
+        )
+        for chunk in chunks if kind != "tokens" else ():
             writer.write(chunk)
-        return Made(writer.commit(Provenance(tool="tests", created="2026-01-01T00:00:00Z")), kv)
+        return Made(writer.commit(Provenance(tool="tests", created="2026-01-01T00:00:00Z"), canary), kv)
 
 
 def _drawn(shape: Fingerprint, positions: int, chunk_tokens: int, seed: int) -> Iterator[bytes]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from blocks import Blocks, quietly, vllm_config
+from blocks import quietly, vllm_config
 from homes import CHUNK_BYTES
 from inprocess import CHUNK, StockConnector, lmcache_config, lmcache_engine, lmcache_metadata, plugin
 from safetensors.torch import load_file, save_file
@@ -126,13 +126,6 @@ def test_a_device_tier_is_refused_where_vllm_may_sleep(home, monkeypatch, may_sl
     refused = pytest.raises(UnsupportedEngine, match="`device_bytes: 0`")
     with refused if may_sleep and device_chunks else nullcontext():
         connector._check_sleep()
-
-
-def test_experts_are_no_layers_that_cache():
-    config = vllm_config()
-    Blocks(config, 2)  # vLLM makes the model's three layers
-    config.compilation_config.static_forward_context["model.layers.0.mlp.experts"] = torch.nn.Linear(1, 1)
-    assert engines.own_layers(config) == range(3)
 
 
 def _cached(*specs: AttentionSpec) -> KVCacheConfig:

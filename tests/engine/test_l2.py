@@ -22,7 +22,7 @@ import torch
 from blocks import objects, quietly
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from making import Made, make_fingerprint, make_ids, make_rope
+from making import Made, make_fingerprint, make_ids
 from waiting import until
 
 with quietly():
@@ -77,7 +77,7 @@ CARTRIDGES = {
     "trained": {"positions": 3 * CHUNK, "kind": "trained", "seed": 7},
 }
 WHOLE = {"doc": 4, "other": 3, "trained": 3}
-FINGERPRINT = make_fingerprint(rope=msgspec.structs.replace(make_rope(), pairing="half"))
+FINGERPRINT = make_fingerprint(pairing="half")
 
 
 def _of(*shapes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> MemoryLayoutDesc:
@@ -146,7 +146,7 @@ class Server:
 
     def confirm(self, **changes: Any) -> str:
         report = self.report(**changes)
-        confirmed = confirm(str(self.socket), report, self.check(report.chunk_tokens, desc=_desc(report)))
+        confirmed = confirm(str(self.socket), report, self.check(report.chunk_tokens, desc=_desc(report.layout)))
         self.engines.append(confirmed.connection)
         return confirmed.control
 
@@ -174,24 +174,22 @@ class Server:
             self.manager.finish_read_prefetched(keys[:hits])
         return hits
 
+    def begin(self, keys: list[ObjectKey], desc: MemoryLayoutDesc = DESC) -> Any:
+        """Have LMCache look keys up."""
+        grouped = GroupedObjectKeys(keys, keys[0].object_group_id, desc)
+        return self.manager.submit_prefetch_task(PrefetchTaskSpec([grouped]))
+
     def look_up(self, keys: list[ObjectKey], desc: MemoryLayoutDesc) -> int:
         """Return how many leading keys LMCache finds and holds locked."""
         results: list[Any] = []
-        group = keys[0].object_group_id
-        handle = self.manager.submit_prefetch_task(PrefetchTaskSpec([GroupedObjectKeys(keys, group, desc)]))
+        handle = self.begin(keys, desc)
         until(lambda: results.append(self.manager.query_prefetch_status(handle)) or results[-1] is not None)
         return min((row.count_leading_ones() for row in results[-1].hit_cells), default=0)
 
-    def bytes(self, keys: list[ObjectKey]) -> list[torch.Tensor]:
-        """Return what LMCache has in its memory under some keys that it holds locked, as flat uint8."""
-        with self.manager.read_prefetched_results(keys) as objects:
-            assert objects is not None
-            return [o.raw_tensor.view(torch.uint8)[: o.get_size()].clone() for o in objects]
 
-
-def _desc(report: Report) -> MemoryLayoutDesc:
+def _desc(layout: str) -> MemoryLayoutDesc:
     """Return of what LMCache's server makes its objects for an engine of such layers."""
-    width, dtype = (64, torch.int64) if report.layout.endswith("/blocks") else (256, torch.bfloat16)
+    width, dtype = (64, torch.int64) if layout.endswith("/blocks") else (256, torch.bfloat16)
     return _of((3, CHUNK, width), dtype=dtype)
 
 
@@ -235,9 +233,10 @@ def test_lmcache_gets_a_documents_whole_chunks_bit_by_bit(home, layout):
         server.confirm(layout=layout)
         for name in ("doc", "other"):
             keys = server.keys(name)
-            hits = server.look_up(keys, _desc(server.report(layout=layout)))
-            found, expected = server.bytes(keys[:hits]), packed(home.made[name], layout)
-            assert len(found) == len(expected) and all(map(torch.equal, found, expected))
+            hits, expected = server.look_up(keys, _desc(layout)), packed(home.made[name], layout)
+            with server.manager.read_prefetched_results(keys[:hits]) as objects:
+                found = [each.raw_tensor.view(torch.uint8)[: each.get_size()] for each in objects]
+                assert len(found) == len(expected) and all(map(torch.equal, found, expected))
         status = server.manager.report_status(), json.loads(json.dumps(server.adapter.report_status()))
         assert [each["is_healthy"] for each in status] == [True, True]
         assert status[1]["engines"][0]["layout"] == layout
@@ -593,7 +592,7 @@ def test_closing_waits_for_what_is_being_written(home, monkeypatch):
     with serving(home) as server:
         server.confirm()
         keys = server.keys("doc")
-        server.manager.submit_prefetch_task(PrefetchTaskSpec([GroupedObjectKeys(keys, 0, DESC)]))
+        server.begin(keys)
         assert started.wait(60)
         adapter = server.adapter
     assert done.is_set(), "LMCache's memory was freed while it was written"

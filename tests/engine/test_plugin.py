@@ -81,9 +81,9 @@ def _config(extra: dict[str, str]) -> Any:
 @pytest.mark.parametrize(
     ("environment", "extra", "reason"),
     [
-        ({"VLLM_PLUGINS": "cartridges"}, {}, None), ({"VLLM_PLUGINS": "other,cartridges"}, {REQUEST_API: "on"}, None),
-        ({"VLLM_PLUGINS": "other"}, {}, "VLLM_PLUGINS=cartridges"), ({"VLLM_PLUGINS": ""}, {}, "VLLM_PLUGINS=cartridges"),
-        ({}, {}, "VLLM_PLUGINS=cartridges"), ({"VLLM_USE_RUST_FRONTEND": "1"}, {REQUEST_API: "off"}, None),
+        ({"VLLM_PLUGINS": "other,cartridges"}, {REQUEST_API: "on"}, None),
+        ({"VLLM_PLUGINS": "other"}, {}, "VLLM_PLUGINS=cartridges"), ({}, {}, "VLLM_PLUGINS=cartridges"),
+        ({"VLLM_USE_RUST_FRONTEND": "1"}, {REQUEST_API: "off"}, None),
         ({"VLLM_PLUGINS": "cartridges", "VLLM_USE_RUST_FRONTEND": "1"}, {}, "VLLM_USE_RUST_FRONTEND: .* unset it"),
         ({"VLLM_PLUGINS": "cartridges", "VLLM_USE_RUST_FRONTEND": "0"}, {}, None),
     ],

@@ -10,7 +10,7 @@ import pytest
 import torch
 from blocks import Blocks, memory_object, vllm_config  # before anything that imports lmcache
 from chunks import load
-from making import make_artifact, make_fingerprint, make_rope
+from making import make_artifact, make_fingerprint
 from processor import needs_avx512
 from test_l2_probe import _beside, _Layer
 
@@ -27,7 +27,7 @@ from lmcache_cartridge.memory.quantise import NUMBERS, Rule, quantiser
 from lmcache_cartridge.sources.sources import Sources
 
 FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-MODEL = make_fingerprint(rope=msgspec.structs.replace(make_rope(), pairing="half"))
+MODEL = make_fingerprint(pairing="half")
 CHUNK = 128
 SCALES = ((0.07, 0.013), (1.0, 1.0), (0.5, 3.1))
 """Of K and V, by layer."""

@@ -17,6 +17,7 @@ from inprocess import (
     CHUNK,
     Cartridge,
     LMCacheEngine,
+    keys_of,
     lmcache_config,
     lmcache_engine,
     load,
@@ -58,9 +59,6 @@ class Saving(NamedTuple):
     def hot(self) -> dict[Any, Any]:
         """What LMCache's own CPU cache holds."""
         return self.engine.storage_manager.local_cpu_backend.hot_cache
-
-    def keys(self, ids: list[int], configs: dict[str, str]) -> list[Any]:
-        return [key for _, _, key in self.engine.token_database.process_tokens(tokens=ids, request_configs=configs)]
 
     def slots(self, ids: list[int], seed: int = 0) -> torch.Tensor:
         """Return blocks in an order of no pattern, for each whole chunk of a prompt."""
@@ -124,7 +122,7 @@ def test_lmcaches_cpu_cache_has_what_is_computed_and_never_adopts_cartridge_memo
     alone = saving.loaded(ids, configs)
     assert torch.equal(alone, cartridge.made.kv)
     computed = saving.save(ids, P, configs)
-    keys = saving.keys(ids[: P + BEHIND], configs)
+    keys = keys_of(saving.engine, ids[: P + BEHIND], configs)
     for key in keys:
         saving.engine.storage_manager.get(key).ref_count_down()
     assert [key in saving.hot for key in keys] == [False] * 4 + [True] * 3

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-from homes import STILL, Home
+from homes import STILL
 from waiting import until
 
-from lmcache_cartridge.artifact.reading import load_manifest, load_token_ids
-from lmcache_cartridge.engine.client import ControlClient
-from lmcache_cartridge.engine.control import ControlServer
+from lmcache_cartridge.artifact.reading import load_token_ids
 from lmcache_cartridge.errors import CartridgeError
 
 with warnings.catch_warnings():  # torch's, while vLLM is imported
@@ -23,25 +20,21 @@ with warnings.catch_warnings():  # torch's, while vLLM is imported
 
 
 @pytest.fixture
-def ask(home):
-    """A worker's store with a cartridge of four chunks of 16, asked over its socket."""
-    home.make()
+def manifest(home):
+    """That of a cartridge of four chunks of 16."""
+    return home.make().manifest
+
+
+@pytest.fixture
+def ask(home, manifest):
+    """What asks a worker's store that has all of it in memory."""
     store = home.open(chunks=8, settings=STILL | {"disk_bytes": 0})
-    server = ControlServer(lambda: store)
-    client = ControlClient([server.path])
-    yield lambda *call: client.call(*call)[0]
-    client.close()
-    server.close()
+    until(lambda: store.preload(manifest.digest, {}).resident == 4)
+    return lambda method, *arguments: getattr(store, method)(*arguments)
 
 
-def _load(home: Home, ask: Callable[..., Any]) -> tuple[str, list[int]]:
-    manifest = load_manifest(home.root())
-    until(lambda: ask("preload", manifest.digest, {manifest.digest: [str(home.root())] * 2})["resident"] == 4)
-    return manifest.digest, load_token_ids(manifest, home.root())[:64].tolist()
-
-
-def test_a_cartridge_is_told_when_all_of_it_is_there_and_in_the_engines_blocks(home, ask):
-    events, (digest, token_ids) = TierEvents(24), _load(home, ask)
+def test_a_cartridge_is_told_when_all_of_it_is_there_and_in_the_engines_blocks(home, manifest, ask):
+    events, digest = TierEvents(24), manifest.digest
 
     def some(method: str, *arguments: Any) -> Any:
         return {"cpu": {digest: 3, "chain": 1}} if method == "chunks_by_tier" else ask(method, *arguments)
@@ -50,7 +43,8 @@ def test_a_cartridge_is_told_when_all_of_it_is_there_and_in_the_engines_blocks(h
     assert events.take() == [], "a quarter is missing"
     events.look(ask)
     (stored,) = events.take()
-    assert (len({*stored.block_hashes}), stored.token_ids) == (2, token_ids[:48]), "whole blocks only"
+    assert len({*stored.block_hashes}) == 2
+    assert stored.token_ids == load_token_ids(manifest, home.root())[:48].tolist(), "whole blocks only"
     events.look(ask)
     assert events.take() == [], "once"
     assert ask("evict", digest) == 4
@@ -59,9 +53,8 @@ def test_a_cartridge_is_told_when_all_of_it_is_there_and_in_the_engines_blocks(h
     assert (type(gone), gone.block_hashes) == (BlockRemoved, stored.block_hashes)
 
 
-def test_where_a_worker_is_gone_nothing_is_told_to_be_there(home, ask):
+def test_where_a_worker_is_gone_nothing_is_told_to_be_there(ask):
     events, calls = TierEvents(8), []
-    _load(home, ask)
 
     def broken(*call: Any) -> Any:
         calls.append(call)

@@ -12,11 +12,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from blocks import quietly
 from homes import CHUNK, STILL, Home
-from making import make_artifact, make_fingerprint
+from making import make_artifact
 from waiting import until
 
 with quietly():
@@ -25,9 +24,7 @@ with quietly():
     from lmcache_cartridge.serve.admission import Admission
 
 from lmcache_cartridge.artifact import reading
-from lmcache_cartridge.artifact.manifest import Provenance
 from lmcache_cartridge.artifact.reading import MANIFEST, PAYLOAD
-from lmcache_cartridge.artifact.writing import ArtifactWriter
 from lmcache_cartridge.engine.control import ControlServer
 from lmcache_cartridge.serve.request import Reference, Refusal
 from lmcache_cartridge.settings import from_mapping
@@ -233,25 +230,15 @@ def test_force_redownload_drops_what_is_in_memory_for_administrators_only(serve,
     assert store.cpu.stats().evicted == evicted
 
 
-def _text(home: Home, name: str, layers: int = 3) -> None:
-    """Register a cartridge of token ids alone."""
-    with ArtifactWriter(
-        home.root(name), cartridge_id=name, version=1, kind="tokens", fingerprint=make_fingerprint(layers=layers),
-        token_ids=np.arange(16), chunk_tokens=16,
-    ) as writer:  # fmt: skip
-        writer.commit(Provenance(tool="tests", created="2026-01-01T00:00:00Z"))
-    home.registry.register(home.root(name))
-
-
 def test_a_cartridge_without_kv_may_be_asked_for_afresh(serve, home):
-    _text(home, "text")
+    home.make("text", kind="tokens")
     _run(_admit(serve(admin=True), "text", force_redownload=True))
 
 
 def test_token_ids_of_another_model_are_refused_alone_and_in_a_chain(serve, home):
     home.make("kv")
-    _text(home, "text")
-    _text(home, "stranger", layers=5)
+    home.make("text", kind="tokens")
+    home.make("stranger", kind="tokens", layers=5)
     admission, chains = serve(), (["text"], ["kv", "text"], ["stranger"], ["kv", "stranger"])
     assert [_run(_status(admission, *chain)) for chain in chains] == [200, 200, 409, 409]
 

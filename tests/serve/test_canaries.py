@@ -14,14 +14,14 @@ import pytest
 from blocks import quietly
 from homes import CHUNK, STILL, Home
 from invariants import check
-from making import make_fingerprint, make_rope, sha256_hasher
+from making import make_fingerprint, sha256_hasher
 from test_admission import serve  # noqa: F401
 
 with quietly():
     from lmcache_cartridge.serve.admission import Admission
 
 from lmcache_cartridge.artifact.canary import Asked, Expected, ServedCanary
-from lmcache_cartridge.artifact.reading import MANIFEST, load_manifest, load_token_ids
+from lmcache_cartridge.artifact.reading import MANIFEST, load_token_ids
 from lmcache_cartridge.engine.contract import GRANT, TAG
 from lmcache_cartridge.memory.store import CartridgeStore
 from lmcache_cartridge.serve.canary import Trial
@@ -29,7 +29,7 @@ from lmcache_cartridge.serve.request import Reference, Refusal, Unservable
 
 RIGHT = Expected(((5, 7), (6, 8)), ((-0.1, -2.0), (-0.2, -1.5)), noise=0.01)
 BEHIND = Expected(((9, 7),), ((-0.3, -1.0),), noise=0.01)
-SHAPE = make_fingerprint(rope=msgspec.structs.replace(make_rope(), pairing="half", layers=(0, 1, 2)))
+SHAPE = make_fingerprint(pairing="half")
 OTHER = msgspec.structs.replace(SHAPE, weights_digest="00" * 32, quantisation="awq 4")
 CANARY = ServedCanary((Asked((3, 4), RIGHT),), 2.0, (Asked((4, 3), BEHIND),))
 
@@ -85,11 +85,8 @@ def store(home, request):
     """With True as parameter `a` and `doc` are of other weights than the engine's, which are accepted."""
     accepts = getattr(request, "param", False)
     for seed, (name, kind) in enumerate({"a": "trained", "b": "trained", "doc": "prefill", "plain": "trained"}.items()):
-        shape = OTHER if accepts and name in ("a", "doc") else SHAPE
-        home.make(name, kind=kind, positions=4 * CHUNK, seed=seed, fingerprint=shape)
-        if name != "plain":
-            manifest = load_manifest(home.root(name))
-            (home.root(name) / MANIFEST).write_bytes(msgspec.structs.replace(manifest, canary=CANARY).encode())
+        shape, canary = OTHER if accepts and name in ("a", "doc") else SHAPE, None if name == "plain" else CANARY
+        home.make(name, kind=kind, positions=4 * CHUNK, seed=seed, fingerprint=shape, canary=canary)
     settings = {"lookup_timeout_s": 20, "accept_weights": accepts, "plain_prompts": "trusted"}
     return home.open(settings=STILL | settings, chunks=64, fingerprint=SHAPE)
 
@@ -134,7 +131,7 @@ async def _tags(admission: Admission, *names: str) -> list[str]:
 
 def _hashes(home: Home, name: str, *more: int) -> list[Any]:
     """Return the keys of the chunks of a cartridge's ids, and of more behind them."""
-    ids = load_token_ids(load_manifest(home.root(name)), home.root(name)).tolist()
+    ids = load_token_ids(home.made[name].manifest, home.root(name)).tolist()
     return list(sha256_hasher(CHUNK)([*ids, *more]))
 
 
@@ -309,7 +306,7 @@ def test_where_the_context_has_no_room_for_it_a_chain_is_served_as_it_is(run, mo
 
 @pytest.mark.parametrize("fate", ["passed", "failed", "late", "off"])
 def test_prompts_that_carry_a_documents_text_get_its_kv_once_the_engine_was_tried_with_it(run, store, home, fate):
-    digest, hashes = load_manifest(home.root("doc")).digest, _hashes(home, "doc", *range(CHUNK))
+    digest, hashes = home.made["doc"].manifest.digest, _hashes(home, "doc", *range(CHUNK))
 
     async def work(admission: Admission, engine: Engine) -> None:
         engine.wrong = {digest} if fate == "failed" else set()

@@ -356,7 +356,4 @@ def _panels() -> list[dict[str, Any]]:
 
 def test_the_dashboard_goes_into_any_grafana():
     assert "id" not in DASHBOARD, "an id would be that of another Grafana"
-    ids = [panel["id"] for panel in DASHBOARD["panels"]]
-    assert len(set(ids)) == len(ids)
     assert {panel["datasource"]["uid"] for panel in _panels()} == {"${datasource}"}
-    assert "datasource" in {variable["name"] for variable in DASHBOARD["templating"]["list"]}

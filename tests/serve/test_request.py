@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
-from making import make_artifact, make_fingerprint, make_rope
+from making import make_artifact, make_fingerprint
 from waiting import Clock
 
-from lmcache_cartridge.artifact.manifest import Compaction, Manifest, Provenance, Tokens
-from lmcache_cartridge.artifact.writing import ArtifactWriter
+from lmcache_cartridge.artifact.manifest import Compaction, Manifest, Tokens
 from lmcache_cartridge.engine.contract import ADAPTER, GRANT, TAG, TENANT
 from lmcache_cartridge.library.manifest_cache import ManifestCache
 from lmcache_cartridge.library.quarantine import Quarantine
@@ -33,8 +31,7 @@ from lmcache_cartridge.serve.request import (
 from lmcache_cartridge.serve.resolve import NeedsReading, Resolver, Selection
 from lmcache_cartridge.settings import from_mapping
 
-ROPE = msgspec.structs.replace(make_rope(), pairing="half")
-SHAPE = make_fingerprint(rope=ROPE)
+SHAPE = make_fingerprint(pairing="half")
 
 
 class Home:
@@ -59,17 +56,6 @@ class Home:
         self.made[made.name] = made
         self.registry.register(place, promote=promote)
 
-    def make_of_ids(self, name: str, kind: str, document: list[int] | None) -> None:
-        """Make and register one of tokens only, or a trained one that may have its document."""
-        with ArtifactWriter(
-            self.place(name), cartridge_id=name, version=1, kind=kind, fingerprint=SHAPE, token_ids=np.arange(16),
-            document_ids=None if document is None else np.array(document), chunk_tokens=16,
-        ) as writer:  # fmt: skip
-            if kind != "tokens":
-                writer.write(bytes(16 * SHAPE.token_bytes))
-            self.made[f"{name}@1"] = writer.commit(Provenance(tool="tests", created="2026-01-01T00:00:00Z"))
-        self.registry.register(self.place(name))
-
     def resolver(self, **changed: Any) -> Resolver:
         return Resolver(from_mapping(self.settings.model_dump() | changed))
 
@@ -88,8 +74,8 @@ def home(tmp_path):
     home.make("a", 32)
     home.make("b", 20)
     home.make("trained", kind="trained")
-    home.make_of_ids("whole", "trained", [7, 8, 9])
-    home.make_of_ids("text", "tokens", None)
+    home.make("whole", kind="trained", document_ids=[7, 8, 9])
+    home.make("text", kind="tokens")
     home.registry.label("current", "a")
     return home
 
@@ -351,7 +337,7 @@ def test_documents_stand_where_every_part_has_one_and_the_last_trained_one_ends_
 
 
 def test_a_chain_of_llama4_ends_where_its_attention_depends_on_the_engine(home):
-    shape = make_fingerprint(layers=1, kv_heads=1, head_size=2, rope=msgspec.structs.replace(ROPE, inv_freq=(1.0,)))
+    shape = make_fingerprint(layers=1, kv_heads=1, head_size=2, pairing="half")
     shape = msgspec.structs.replace(shape, architecture="Llama4ForCausalLM")
     for name, positions in (("long", 8000), ("short", 192), ("more", 193)):
         home.make(name, positions, fingerprint=shape)
@@ -468,7 +454,7 @@ def test_ids_that_the_engine_cannot_use_are_not_read(home):
 
 
 def test_a_document_that_is_longer_than_the_context_is_not_read(home):
-    home.make_of_ids("long", "trained", list(range(100)))
+    home.make("long", kind="trained", document_ids=list(range(100)))
     for longest, document in ((101, tuple(range(100))), (100, None)):
         resolver = home.resolver()
         resolver.context = longest
