@@ -7,6 +7,7 @@ import itertools
 import logging
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -63,4 +64,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def forked_servers():
     """Have `ServerProcess` fork the servers of tests where that comes to the same as starting them."""
     environment = {"VLLM_NO_USAGE_STATS": "1", "VLLM_PLUGINS": launch.allowed_plugins()}
-    substitute(Parent({**processes.SMALL, **os.environ, **environment}).popen)
+    parent = Parent({**processes.SMALL, **os.environ, **environment})
+    substitute(parent.popen)
+    return parent
+
+
+@pytest.fixture
+def run_offline(forked_servers, tmp_path):
+    """Return a function that runs a script with an engine of its own and returns what it printed."""
+
+    def run(script: str, *words: object) -> str:
+        command = [sys.executable, str(Path(__file__).with_name(script)), *map(str, words)]
+        with (tmp_path / "said").open("w") as log:
+            process = forked_servers.popen(command, env={**processes.SMALL, **os.environ}, stdout=log)
+        status, said = process.wait(1200), (tmp_path / "said").read_text()
+        assert status == 0, said[-3000:]
+        return said
+
+    return run

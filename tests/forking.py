@@ -52,12 +52,14 @@ PRELOADED_LAST = (
     "model_hosting_container_standards.sagemaker",
     "ray.dag",
 )
+SCRIPTS = [Path(__file__).with_name(name) for name in ("ask_offline.py", "replayed_offline.py")]
+"""Programs that make an engine by themselves."""
 _READ_LATE = (
-    "AWS_", "LMCACHE_", "OMP_NUM_THREADS", "PYTEST_", "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_API_KEY",
-    "VLLM_CPU_OMP_THREADS_BIND", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_HTTP_", "VLLM_NO_USAGE_STATS", "VLLM_PLUGINS",
+    "AWS_", "LMCACHE_", "MKL_NUM_THREADS", "OMP_NUM_THREADS", "PYTEST_", "PYTHONPATH",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_API_KEY", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_HTTP_", "VLLM_NO_USAGE_STATS", "VLLM_PLUGINS",
     "VLLM_SERVER_DEV_MODE",
 )  # fmt: skip
-"""How variables begin that nothing reads while it is imported."""
+"""How variables begin that nothing reads while it is imported; the path of modules is set in what is forked."""
 
 
 BY_COMMAND = {"VLLM_LOGGING_COLOR": "0"}
@@ -99,7 +101,8 @@ class Parent:
     def popen(self, command: list[str], **options: Any) -> Any:
         """Do what `subprocess.Popen` does, by a fork where that comes to the same."""
         environment = options.get("env")
-        if command[:2] != [sys.executable, "-m"] or command[2] not in (ENTRY, PAIR) or environment is None:
+        is_known = command[1] == "-m" and command[2] in (ENTRY, PAIR) or Path(command[1]) in SCRIPTS
+        if command[0] != sys.executable or not is_known or environment is None:
             return subprocess.Popen(command, **options)
         if _read_early(environment) != _read_early(self._environment):
             return subprocess.Popen(command, **options)
@@ -218,17 +221,21 @@ def _popen(command: list[str], *, process_group: int, preexec_fn: Callable[[], N
 
 
 def _run(command: list[str]) -> NoReturn:
-    """Run `python -m MODULE ARGUMENTS` and end this process as Python would."""
-    _, _, module, *arguments = command
+    """Run `python -m MODULE ARGUMENTS`, or `python SCRIPT ARGUMENTS`, and end this process as Python would."""
+    module, arguments = (command[2], command[3:]) if command[1] == "-m" else (None, command[2:])
     status = 1
     method = multiprocessing.get_context("fork")
     multiprocessing.get_context = lambda *_: method  # on a CPU vLLM starts its engine and workers as new programs
-    sys.argv = [str(Path(importlib.util.find_spec(module).origin)), *arguments]
+    sys.argv = [str(Path(importlib.util.find_spec(module).origin)) if module else command[1], *arguments]
+    sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         if module == PAIR and arguments[0] != "server":
             sys.exit(substitute(_popen).run_pair(json.loads(arguments[0]), arguments[1:]))
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        if module is None:
+            runpy.run_path(command[1], run_name="__main__")
+        else:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
         status = 0
     except SystemExit as ended:
         if isinstance(ended.code, str):

@@ -6,7 +6,6 @@ import io
 import json
 import os
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
@@ -21,7 +20,6 @@ from waiting import until
 
 from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.cli.recall import MODEL_DIR
-from lmcache_cartridge.engine.versions import PROVEN
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.make.write import write_kv
@@ -48,9 +46,6 @@ class Way(NamedTuple):
     environment: dict[str, str] = {}
     extra: dict[str, object] = {}
     """In `kv_connector_extra_config`."""
-    is_literal: bool = False
-    """By `vllm serve MODEL` itself. The wheel for CPU has the script, which asks for a distribution called `vllm`: here one of
-    the test's own, without a file, is put in the path."""
     transfers: bool = True
 
 
@@ -66,24 +61,11 @@ STARTS = {
 }
 
 
-def installed(directory: Path, name: str, version: str, entry_points: str = "") -> None:
-    """Have `directory`, in the path, say that a distribution is installed."""
-    info = directory / f"{name}-{version}.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-    (info / "entry_points.txt").write_text(entry_points)
-
-
 def stock(home: Path, directory: Path, way: Way, model: str = str(MODEL_DIR), options: tuple[str, ...] = ()) -> Launch:
     """Return how somebody starts vLLM over a home in a way, with files for it in a directory."""
     path = directory / "lmcache.yaml"
     command = server_command(model)
     environment = {"LMCACHE_CARTRIDGE_HOME": str(home), **way.environment}
-    if way.is_literal:
-        environment["PYTHONPATH"] = str(modules := directory / "modules")
-        modules.mkdir()
-        installed(modules, "vllm", f"{PROVEN['vllm']}+cpu")
-        command = [str(Path(sys.executable).with_name("vllm")), "serve", model]
     command += [*SERVER_ARGS, *options]
     if way.transfers:
         command += ["--kv-transfer-config", json.dumps(TRANSFER | {"kv_connector_extra_config": way.extra})]

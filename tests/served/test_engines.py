@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -37,18 +34,15 @@ def settings(tmp_path_factory, model):
     return made
 
 
-def test_the_demo_command_answers_from_the_cartridge_as_from_the_document(tmp_path):
-    command = [sys.executable, "-m", "lmcache_cartridge.cli.main", "demo", "--format", "json"]
-    done = subprocess.run([*command, "--home", tmp_path], capture_output=True, text=True, timeout=1200)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
+def test_the_demo_command_answers_from_the_cartridge_as_from_the_document(cli):
+    result = cli.json("demo")
     assert result["questions"] >= 10
     exact = {way: round(found["exact"] * result["questions"]) for way, found in result["ways"].items()}
     assert exact["document"] == exact["cartridge"] >= result["questions"] - 1
     assert exact["no prefix"] <= result["questions"] // 3
 
 
-def test_offline_inference_takes_cartridges_that_the_engine_answers_right_from(settings, model, tmp_path):
+def test_offline_inference_takes_cartridges_that_the_engine_answers_right_from(settings, model, tmp_path, run_offline):
     registry, root = Registry(settings.registry_path), settings.cartridges_dir / "odd"
     manifest = prefill.build(model, SHEETS_DIR / "ward-b.txt", root, cartridge_id="odd", version=1)
     (first, *others) = manifest.canary.after
@@ -64,20 +58,17 @@ def test_offline_inference_takes_cartridges_that_the_engine_answers_right_from(s
         CausalModel(str(MODEL_DIR), lora=adapter), SHEETS_DIR / "ward-a.txt", root, cartridge_id="nurse", version=1
     )
     registry.register(root)
-    script = Path(__file__).parents[1] / "ask_offline.py"
-    done = subprocess.run(
-        [sys.executable, script, settings.home, MODEL_DIR, adapter], capture_output=True, text=True, timeout=1200
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    answers = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[[")))
+    said = run_offline("ask_offline.py", settings.home, MODEL_DIR, adapter)
+    answers = json.loads(next(line for line in said.splitlines() if line.startswith("[[")))
     assert [found for found, _, _ in answers] == [expected for _, expected, _ in answers]
     assert [cached for _, _, cached in answers] == [1024] * 12 + [0] + [1024] * 5, (
         "the odd one's text is computed, once"
     )
-    assert done.stderr.count("odd@1 is set aside on this engine") + done.stdout.count("odd@1 is set aside") == 1
-    assert "refused: no cartridge is called 'short'" in done.stdout
-    assert done.stdout.count("made with") == 2, "each is refused to the other"
-    found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"nurse')))
+    assert said.count("odd@1 is set aside") == 1
+    refused = [line for line in said.splitlines() if line.startswith("refused: ")]
+    assert "no cartridge is called 'short'" in refused[0]
+    assert ["made with" in line for line in refused[1:]] == [True, True], "each is refused to the other"
+    found = json.loads(next(line for line in said.splitlines() if line.startswith('{"nurse')))
     replies = {name: Reply("", [logprobs], 0, cached) for name, (cached, logprobs) in found.items()}
     assert {name: reply.cached_tokens for name, reply in replies.items()} == {
         "nurse's": 1024, "base's": 1024, "nurse's without it": 0, "base's with it": 0, "dense with it": 0,

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import torch
 from families import FAMILIES, MAX_MODEL_LEN, chain, make_model, write
@@ -18,10 +15,9 @@ NOISE = 1e-3
 """Nats, in float32. Measured: up to 1.2e-4."""
 DOCUMENTS = {"a": range(5, 205), "b": range(240, 360)}
 """320 tokens, five chunks of the engine, of which the fourth holds some of both."""
-SCRIPT = Path(__file__).parents[1] / "replayed_offline.py"
 
 
-def test_a_step_that_is_replayed_as_one_cuda_graph_loads_before_it(tmp_path):
+def test_a_step_that_is_replayed_as_one_cuda_graph_loads_before_it(tmp_path, run_offline):
     """As vLLM on a GPU has it where a single token of the prompt is not in a cartridge."""
     path = make_model(tmp_path / "model", FAMILIES["smollm3"]())
     model, settings = CausalModel(str(path), max_model_len=MAX_MODEL_LEN), Settings(home=tmp_path / "home")
@@ -29,10 +25,8 @@ def test_a_step_that_is_replayed_as_one_cuda_graph_loads_before_it(tmp_path):
     for name in DOCUMENTS:
         Registry(settings.registry_path).register(settings.cartridges_dir / name)
     question, asked = [400], [["a"], ["a", "b"]]
-    command = [sys.executable, SCRIPT, settings.home, path, json.dumps([[names, question] for names in asked])]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
-    assert done.returncode == 0, done.stderr[-3000:]
-    answers = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[[")))
+    said = run_offline("replayed_offline.py", settings.home, path, json.dumps([[names, question] for names in asked]))
+    answers = json.loads(next(line for line in said.splitlines() if line.startswith("[[")))
     assert [cached for _, cached in answers] == [192, 320], "of the chain all but the question"
     for names, (found, _) in zip(asked, answers, strict=True):
         expected = model.logits_after(chain(cartridges[: len(names)]), question)[-1].log_softmax(-1)

@@ -10,6 +10,7 @@ import json
 import os
 import random
 import re
+import sys
 import uuid
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,8 +21,9 @@ from recall.ward import Fact, ask, encode
 from waiting import until
 from wards import MODEL, Asker, Ward, patients, prefill, register, sure, write_ward
 
+from lmcache_cartridge.engine.versions import PROVEN
 from lmcache_cartridge.make.model import CausalModel
-from lmcache_cartridge.serve.launch import Launch, server_command
+from lmcache_cartridge.serve.launch import Launch
 from lmcache_cartridge.serve.processes import SMALL, ServerProcess
 from lmcache_cartridge.settings import Settings, from_mapping
 
@@ -63,18 +65,21 @@ def served(tmp_path_factory):
     wards["trained"] = wards["trained"]._replace(ids=wards["trained"].ids[:CHUNK])
     for kind in ("prefill", "trained"):
         register(model, settings, wards[kind].ids, name=kind, kind=kind)
+    # The wheel for CPU has the script `vllm`, which asks for a distribution of that name: here one without a file is in the path.
+    (info := home / "modules" / f"vllm-{PROVEN['vllm']}.dist-info").mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {PROVEN['vllm']}+cpu\n")
     path, rendered = home / "lmcache.yaml", {variable["name"]: variable.get("value") for variable in RENDERED["env"]}
     environment = SMALL | {name: "pod" if value is None else value for name, value in rendered.items()} | {
         "LMCACHE_CONFIG_FILE": str(path), "LMCACHE_CARTRIDGE_HOME": str(home), "VLLM_SERVER_DEV_MODE": "1",
         "LMCACHE_MAX_LOCAL_CPU_SIZE": "0.5", "PROMETHEUS_MULTIPROC_DIR": str(home), "HF_HOME": str(home),
-        "PYTHONPATH": str(Path(__file__).parents[1]), "LMCACHE_FAULTY_FILE": str(home / "fault.json"),
+        "PYTHONPATH": f"{home / 'modules'}:{Path(__file__).parents[1]}", "LMCACHE_FAULTY_FILE": str(home / "fault.json"),
     }  # fmt: skip
     assert environment["LMCACHE_LOCAL_CPU"] == "True"
     program, verb, _, host, _, port, _, *options = RENDERED["command"]
     assert (program, verb, host, port) == ("vllm", "serve", "--host", "--port")
     # Sixteen prompts of two documents are more than fits: LMCache has them where vLLM's own cache has not.
     command = [
-        *server_command(MODEL), *options, "--max-model-len", "8192", "--enforce-eager",
+        str(Path(sys.executable).with_name(program)), verb, MODEL, *options, "--max-model-len", "8192", "--enforce-eager",
         "--kv-cache-memory-bytes", str(32 << 20),
     ]  # fmt: skip
     [config_map] = yaml.safe_load(VALUES.read_text(encoding="utf-8"))["extraObjects"]

@@ -1,4 +1,5 @@
-"""vLLM's own connector name and the shipped YAML, to the letter: cartridges are served, or the server does not start."""
+"""vLLM's own connector name and the shipped YAML: cartridges are served, or the server does not start. `vllm serve` itself is
+typed by `test_saving_served`."""
 
 from __future__ import annotations
 
@@ -59,16 +60,11 @@ REFUSE = {
 
 @pytest.fixture(scope="module")
 def client(built, tmp_path_factory):
-    """To the letter; the other ways are cells of the matrix."""
+    """By the shipped YAML; the other ways are cells of the matrix."""
     directory = tmp_path_factory.mktemp("stock")
-    launch = stock(
-        built.home, directory, Way(is_literal=True), options=("--enable-prompt-tokens-details",)
-    )  # only to count with
+    launch = stock(built.home, directory, Way(), options=("--enable-prompt-tokens-details",))  # only to count with
     assert "VLLM_PLUGINS" not in os.environ
-    with (
-        ServerProcess(launch, directory / "log", timeout_s=900) as server,
-        Client(server.url, str(MODEL_DIR)) as client,
-    ):
+    with ServerProcess(launch, directory / "log") as server, Client(server.url, str(MODEL_DIR)) as client:
         yield client
     assert "lmcache-cartridge's connector takes the place of LMCacheConnectorV1" in (directory / "log").read_text()
 
