@@ -69,7 +69,7 @@ def served(tmp_path_factory, faulty_launch):
     home = tmp_path_factory.mktemp("home")
     # Memory for two cartridges and a half. No canary, so that plain prompts meet the faults from the first on.
     settings = from_mapping(
-        {"home": home, "cpu_bytes": 4 << 20, "admin": True, "on_miss": "document", "ready_timeout_s": 6.0,
+        {"home": home, "cpu_bytes": 4 << 20, "admin": True, "on_miss": "document", "ready_timeout_s": 4.0,
          "canary": False}
     )  # fmt: skip
     model = CausalModel(MODEL)
@@ -216,8 +216,7 @@ class FaultTests:
                     assert reply.used == f"{name}@1;positions={POSITIONS};served=document"
             broken()
 
-    @pytest.mark.parametrize("stream", [False, True])
-    @pytest.mark.parametrize("is_named", [True, False])
+    @pytest.mark.parametrize(("stream", "is_named"), [(False, True), (True, False)])
     def test_a_document_that_lost_a_chunk_is_computed_for_each_of_several_choices(
         self, served, broken, stream, is_named
     ):
@@ -240,7 +239,7 @@ class FaultTests:
     def test_a_cartridge_evicted_and_late_is_an_error_with_a_time_to_come_back(self, served, broken):
         _everybody_else_is_served(served)
         assert served.asker.http.post("/v1/cartridges/trained/evict").json()["chunks"] > 0
-        broken(slow_s=9.0)
+        broken(slow_s=6.0)
         status, headers = _refused(served, "trained", served.sound["trained"])
         assert (status, headers["retry-after"]) == (503, "5")
         assert served.asker.http.post("/v1/cartridges/whole/evict").status_code == 200

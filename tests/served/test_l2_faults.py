@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import openai
 import pytest
 import test_faults
@@ -19,20 +21,23 @@ def test_a_chunk_lost_after_the_lookup_is_an_error_or_the_documents_answer(
     broken,  # noqa: F811
     chunk,
 ):
-    """LMCache folds what it got to a prefix before vLLM hears of it, so a document is computed from there on."""
-    for name in served.sound:
-        broken(drop=chunk)
-        ward = served.sound[name]
-        if name == "trained":
-            status, headers = test_faults._refused(served, name, ward)
-            assert (status, headers["retry-after"]) == (503, "1")
-            assert "ask again" in test_faults._refused_in_stream(served, name, ward)
-            continue
-        for reply in (test_faults._ask(served, name, ward), test_faults._stream(served, name, ward)):
-            assert reply.text.strip() == ward.facts[0].value
-            document = name == "whole"
-            assert reply.used == f"{name}@1;positions={test_faults.POSITIONS}" + ";served=document" * document
-            assert reply.cached_tokens == (0 if document else chunk * test_faults.CHUNK)
+    """LMCache folds what it got to a prefix before vLLM hears of it, so a document is computed from there on. It waits for the
+    lost one for four seconds, so all are asked at once."""
+    broken(drop=chunk)
+    trained = served.sound["trained"]
+    with ThreadPoolExecutor(2) as pool:
+        refused = pool.submit(test_faults._refused, served, "trained", trained)
+        assert "ask again" in pool.submit(test_faults._refused_in_stream, served, "trained", trained).result()
+    status, headers = refused.result()
+    assert (status, headers["retry-after"]) == (503, "1")
+    asked = [(name, ask) for name in ("whole", "prefill") for ask in (test_faults._ask, test_faults._stream)]
+    with ThreadPoolExecutor(4) as pool:
+        replies = list(pool.map(lambda each: each[1](served, each[0], served.sound[each[0]]), asked))
+    for (name, _), reply in zip(asked, replies, strict=True):
+        assert reply.text.strip() == served.sound[name].facts[0].value
+        document = name == "whole"
+        assert reply.used == f"{name}@1;positions={test_faults.POSITIONS}" + ";served=document" * document
+        assert reply.cached_tokens == (0 if document else chunk * test_faults.CHUNK)
 
 
 @pytest.mark.parametrize("chunk", [0, 15])
