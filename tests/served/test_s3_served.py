@@ -181,16 +181,6 @@ def test_a_document_at_the_head_of_a_plain_prompt_is_computed_while_it_is_fetche
     _injected(served, prompt, ward.facts[0].value)
 
 
-def test_who_waited_long_enough_is_told_to_come_back(served, gate):
-    served.evict("trained")
-    with pytest.raises(openai.APIStatusError) as caught:
-        served.ask("trained")
-    assert (caught.value.status_code, caught.value.response.headers["retry-after"]) == (503, "5")
-    gate.open.set()
-    served.settle("trained")
-    assert served.right("trained")
-
-
 def test_preloading_answers_at_once_and_tells_how_far_it_is(served, gate):
     served.evict("trained")
     reply = served.asker.http.post("/v1/cartridges/trained/preload")
