@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
+import pytest
 import yaml
 from waiting import until
 
@@ -148,12 +149,15 @@ def _running(command: Sequence[str | Path], log: Path, **options: Any) -> Iterat
 
 def _wait_for(process: subprocess.Popen[bytes], log: Path, is_ready: Callable[[], bool]) -> None:
     def ready_or_dead() -> bool:
-        assert process.poll() is None, log.read_text(errors="replace")[-3000:]
         with suppress(httpx.HTTPError):
-            return is_ready()
+            return process.poll() is not None or is_ready()
         return False
 
-    until(ready_or_dead, timeout_s=120)
+    try:
+        until(ready_or_dead, timeout_s=120)
+        assert process.poll() is None
+    except AssertionError:
+        pytest.fail(f"it is not ready; its log ends:\n{log.read_text(errors='replace')[-3000:]}")
 
 
 @contextmanager

@@ -252,14 +252,19 @@ def l1_watermark(l1_bytes: int, largest_bytes: int) -> float:
 
 
 def free_port() -> int:
-    """Return a TCP port on the loopback interface that was free just now.
+    """Return a TCP port on the loopback interface that was free just now, and that no call returns again while this process runs.
 
     It is below those that Linux gives to connections, or one of them could have it before a server that still loads binds it.
     """
     while True:
+        port = 20_000 + secrets.randbelow(12_000)
         with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", 20_000 + secrets.randbelow(12_000)))
-            return probe.getsockname()[1]
+            probe.bind(("127.0.0.1", port))
+            # Another process may choose before it is bound: a name of the kernel's, taken until this process ends.
+            with socket.socket(socket.AF_UNIX) as taken:
+                taken.bind(f"\0lmcache-cartridge-port-{port}")
+                taken.detach()
+            return port
 
 
 def allowed_plugins() -> str:

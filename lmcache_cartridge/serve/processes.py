@@ -56,8 +56,9 @@ class ServerProcess:
         deadline = time.monotonic() + self._timeout_s
         try:
             with httpx.Client(base_url=self.url, timeout=5) as client:
-                while not _is_healthy(client):
-                    if self._process.poll() is not None or time.monotonic() > deadline:
+                # Dead first: what answers on its port may be another's.
+                while (is_dead := self._process.poll() is not None) or not _is_healthy(client):
+                    if is_dead or time.monotonic() > deadline:
                         tail = self.log.read_text(errors="replace")[-3000:]
                         raise UnsupportedEngine(f"the server did not start; the end of {self.log} says:\n{tail}")
                     time.sleep(0.2)

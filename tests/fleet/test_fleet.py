@@ -61,6 +61,8 @@ class Fleet(NamedTuple):
 
     @property
     def urls(self) -> list[str]:
+        for server in self.servers:
+            assert server.poll() is None, server.log.read_text(errors="replace")[-3000:]
         return [server.url for server in self.servers]
 
     def question(self, name: str) -> str:
