@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import pytest
@@ -24,7 +24,6 @@ from transformers import (
     RecurrentGemmaConfig,
 )
 
-from lmcache_cartridge.artifact.cartridge import Cartridge
 from lmcache_cartridge.artifact.hf_config import config_fields, of_config
 from lmcache_cartridge.artifact.model import Fingerprint, check_shift, rotating_layers
 from lmcache_cartridge.artifact.reading import load_manifest
@@ -43,14 +42,6 @@ NOISE = 1e-4
 DOCUMENTS = [list(range(5, 105)), list(range(250, 330))]
 
 
-class Family(NamedTuple):
-    name: str
-    directory: Path
-    model: CausalModel
-    cartridges: list[Cartridge]
-    """Of `DOCUMENTS`."""
-
-
 def _model(root: Path, name: str, **given: Any) -> CausalModel:
     """Return a family's model, written at `root / "model"`."""
     return CausalModel(str(make_model(root / "model", FAMILIES[name]())), **given)
@@ -58,10 +49,10 @@ def _model(root: Path, name: str, **given: Any) -> CausalModel:
 
 @pytest.fixture(scope="module", params=ROTATING)
 def family(request, tmp_path_factory):
+    """A name, its model, where that lies, and cartridges of `DOCUMENTS`."""
     root = tmp_path_factory.mktemp("family")
     model = _model(root, request.param, max_model_len=MAX_MODEL_LEN)
-    cartridges = [write(model, root / str(i), ids) for i, ids in enumerate(DOCUMENTS)]
-    return Family(request.param, root / "model", model, cartridges)
+    return request.param, model, root / "model", [write(model, root / str(i), ids) for i, ids in enumerate(DOCUMENTS)]
 
 
 @torch.inference_mode()
@@ -80,24 +71,26 @@ def _errors(found: torch.Tensor, expected: torch.Tensor) -> list[float]:
 
 
 def test_a_chain_holds_the_keys_and_values_that_each_layer_makes_at_those_places(family):
-    first, second = DOCUMENTS
-    expected = torch.cat([_own(family.model, first, 0), _own(family.model, second, len(first))], dim=2)
-    found = chain(family.cartridges)
-    assert len(found) == family.model.fingerprint.planes
+    (first, second), (_, model, _, cartridges) = DOCUMENTS, family
+    expected = torch.cat([_own(model, first, 0), _own(model, second, len(first))], dim=2)
+    found = chain(cartridges)
+    assert len(found) == model.fingerprint.planes
     assert all(max(_errors(*planes)) < NOISE for planes in zip(found, expected, strict=True))
 
 
 def test_the_layers_that_rotate_are_found_by_trying(family):
-    rounded = CausalModel(str(family.directory), dtype="bfloat16", max_model_len=MAX_MODEL_LEN)
-    for model in (family.model, rounded):
-        assert rotating_layers(model.fingerprint.rope) == ROTATING[family.name]
+    name, model, directory, _ = family
+    rounded = CausalModel(str(directory), dtype="bfloat16", max_model_len=MAX_MODEL_LEN)
+    for each in (model, rounded):
+        assert rotating_layers(each.fingerprint.rope) == ROTATING[name]
 
 
 def test_a_layer_rotated_wrongly_is_far_off(family):
-    expected = _own(family.model, DOCUMENTS[1], len(DOCUMENTS[0]))[0]
-    for layer in range(family.model.fingerprint.layers):
-        wrong = tuple(sorted({*ROTATING[family.name]} ^ {layer}))
-        keys = chain(family.cartridges, wrong or (layer,))[0][:, len(DOCUMENTS[0]) :]
+    name, model, _, cartridges = family
+    expected = _own(model, DOCUMENTS[1], len(DOCUMENTS[0]))[0]
+    for layer in range(model.fingerprint.layers):
+        wrong = tuple(sorted({*ROTATING[name]} ^ {layer}))
+        keys = chain(cartridges, wrong or (layer,))[0][:, len(DOCUMENTS[0]) :]
         errors = _errors(keys, expected)
         assert errors[layer] > 0.1
         assert max(errors[:layer] + errors[layer + 1 :], default=0) < NOISE

@@ -232,9 +232,10 @@ def _host_imports(source: str, module: str) -> list[tuple[str, str]]:
 
 def _inherited_private(source: str) -> set[str]:
     """Return the private names that classes use of themselves and that the file defines nowhere: their base's."""
-    heads = [re.split(r" = |\(self|\(cls", line)[0] for line in source.splitlines() if " = " in line or "def " in line]
+    heads = [line.partition("(" if "def " in line else " = ")[:2] for line in source.splitlines()]
     used = re.findall(r"\b(?:self|cls|super\(\))\.(_[^_]\w*)", source)
-    return set(used) - set(re.findall(r"\b_\w+", "\n".join(heads)))
+    own = [name for head, found in heads if found and "(" not in head for name in re.findall(r"\b_\w+", head)]
+    return set(used) - set(own)
 
 
 def test_the_readers_of_these_tests_miss_nothing():
@@ -247,7 +248,7 @@ def f():
 class C(Base):
     def _own(self):
         self._mine, self._too = self._theirs, 1
-        super()._base(), self._own(), self._too
+        super()._base().x = self._own(), self._too
 """
     assert _host_imports(source, HOSTS[0]) == [("vllm", "vllm"), ("vllm.inner", "_y")]
     assert _inherited_private(source) == {"_theirs", "_base"}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -44,36 +44,29 @@ def _op(layer: Any, keys: torch.Tensor, values: torch.Tensor, cache: torch.Tenso
     cache[slots // cache.shape[2], :, slots % cache.shape[2]] = kv
 
 
-class Engine(NamedTuple):
+class Engine:
     """Attention layers with their caches, full of noise, as one run of memory."""
 
-    memory: torch.Tensor
-    caches: dict[str, torch.Tensor]
-    layers: dict[str, Any]
+    def __init__(
+        self, order: str = "NHD", dtype: torch.dtype = torch.bfloat16, heads: int = 2, block: int = BLOCK
+    ) -> None:
+        sizes, axes = (LAYERS, 384 // block, heads, block, 2 * SIZE), ORDERS[order]
+        noise = torch.randint(0, 100, [sizes[axis] for axis in axes], generator=torch.Generator().manual_seed(5))
+        self.memory, impl = noise.to(dtype), SimpleNamespace(do_kv_cache_update=_op)
+        seen = self.memory.permute([axes.index(axis) for axis in range(5)])
+        self.caches = {f"model.layers.{number}.attn": cache for number, cache in enumerate(seen)}
+        self.layers = {name: SimpleNamespace(impl=impl, scale=0.1 + i) for i, name in enumerate(self.caches)}
+        self.shape = ChunkShape(heads, LAYERS, CHUNK, SIZE, str(dtype).removeprefix("torch."))
 
     def connector(self, **given: Any) -> EngineWriteConnector:
         connector = EngineWriteConnector()
         connector.bind(self.caches, self.layers, self.shape, **given)
         return connector
 
-    @property
-    def shape(self) -> ChunkShape:
-        heads, dtype = self.caches["model.layers.0.attn"].shape[1], str(self.memory.dtype).removeprefix("torch.")
-        return ChunkShape(heads, LAYERS, CHUNK, SIZE, dtype)
-
     def by_op(self, kv: torch.Tensor, slots: torch.Tensor) -> Engine:
         for layer, (name, cache) in enumerate(self.caches.items()):
             _op(self.layers[name], kv[0, layer], kv[1, layer], cache, slots)
         return self
-
-
-def _engine(order: str = "NHD", dtype: torch.dtype = torch.bfloat16, heads: int = 2, block: int = BLOCK) -> Engine:
-    sizes, axes = (LAYERS, 384 // block, heads, block, 2 * SIZE), ORDERS[order]
-    memory = torch.randint(0, 100, [sizes[axis] for axis in axes], generator=torch.Generator().manual_seed(5)).to(dtype)
-    seen = memory.permute([axes.index(axis) for axis in range(5)])
-    caches = {f"model.layers.{number}.attn": cache for number, cache in enumerate(seen)}
-    impl = SimpleNamespace(do_kv_cache_update=_op)
-    return Engine(memory, caches, {name: SimpleNamespace(impl=impl, scale=0.1 + i) for i, name in enumerate(caches)})
 
 
 def _kv(tokens: int, heads: int = 2, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -109,7 +102,7 @@ def _cuda(
 
 @pytest.mark.parametrize("cached", [0, 1, 63, 64, 100, 128])
 def test_chunks_land_as_the_op_writes_them_and_what_vllm_has_cached_stays(cached):
-    ours, theirs = _engine(), _engine()
+    ours, theirs = Engine(), Engine()
     connector, kv = ours.connector(), _kv(2 * CHUNK)
     assert torch.equal(ours.memory, theirs.memory), "the probe wrote into the engine's blocks"
     connector.batched_to_gpu(*objects(kv, ours.shape, connector.layout), slot_mapping=SLOTS, vllm_cached_tokens=cached)
@@ -121,7 +114,7 @@ def test_chunks_land_as_the_op_writes_them_and_what_vllm_has_cached_stays(cached
 )
 def test_what_the_op_wrote_is_saved_and_written_again(dtype, heads, block):
     """A block may be larger than a chunk: rows are moved one by one."""
-    engine, kv = _engine(dtype=dtype, heads=heads, block=block), _kv(2 * CHUNK, heads, dtype)
+    engine, kv = Engine(dtype=dtype, heads=heads, block=block), _kv(2 * CHUNK, heads, dtype)
     connector = engine.connector(saves=True)
     before = engine.by_op(kv, SLOTS).memory.clone()
     expected, starts, ends = objects(kv, engine.shape, "fused")
@@ -136,7 +129,7 @@ def test_what_the_op_wrote_is_saved_and_written_again(dtype, heads, block):
 
 
 def test_bytes_for_a_quantised_cache_are_those_of_the_op():
-    ours, theirs, kv = _engine(dtype=torch.uint8), _engine(dtype=torch.uint8), _kv(CHUNK)
+    ours, theirs, kv = Engine(dtype=torch.uint8), Engine(dtype=torch.uint8), _kv(CHUNK)
     connector = ours.connector(computed=torch.bfloat16)
     (plain,), _, _ = objects(kv, ours.shape._replace(dtype="bfloat16"), "heads")
     raw = torch.empty(ours.shape.size_bytes, dtype=torch.uint8)
@@ -149,7 +142,7 @@ def test_bytes_for_a_quantised_cache_are_those_of_the_op():
 @pytest.mark.parametrize("order", ORDERS)
 def test_every_order_of_vllms_goes_through_the_cuda_kernel(monkeypatch, order):
     monkeypatch.setattr(device_ops, "multi_layer_kv_transfer", _cuda, raising=False)
-    ours, theirs, kv = _engine(order), _engine(order), _kv(2 * CHUNK)
+    ours, theirs, kv = Engine(order), Engine(order), _kv(2 * CHUNK)
     connector = ours.connector(saves=True)
     chunks = objects(kv, ours.shape, connector.layout)
     connector.batched_to_gpu(*chunks, slot_mapping=SLOTS, vllm_cached_tokens=5)
@@ -184,18 +177,18 @@ WRONG = {
 def test_a_kernel_that_moves_other_bytes_is_refused_and_the_op_used(monkeypatch, wrong):
     """The controls of the probe: an LMCache in which the kernel means something else never touches a live cache."""
     monkeypatch.setattr(device_ops, "multi_layer_kv_transfer", WRONG[wrong], raising=False)
-    _is_written_by_the_op(_engine(), "LMCache's kernel")
+    _is_written_by_the_op(Engine(), "LMCache's kernel")
 
 
 @pytest.mark.parametrize("order", ["HND", "blocks first"])
 def test_what_torchs_version_cannot_do_is_done_by_the_op(order):
-    _is_written_by_the_op(_engine(order), "kernel cannot move these blocks")
+    _is_written_by_the_op(Engine(order), "kernel cannot move these blocks")
 
 
 def test_layers_that_lie_in_memory_each_in_a_way_of_its_own_are_written_by_the_op():
-    engine = _engine()
+    engine = Engine()
     last = list(engine.caches)[-1]
-    engine.caches[last] = _engine("HND").caches[last]
+    engine.caches[last] = Engine("HND").caches[last]
     _is_written_by_the_op(engine, "do not lie alike")
 
 

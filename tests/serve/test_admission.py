@@ -90,37 +90,6 @@ async def _status(admission: Admission, *ids: str, **options: Any) -> int:
     return 200
 
 
-# Clients that leave.
-
-
-@pytest.mark.parametrize("when", ["before the worker has it", "after the worker has it"])
-def test_a_client_that_leaves_while_the_worker_is_asked_leaves_no_claim(serve, store, monkeypatch, when):
-    admission, asked, go_on = serve(), threading.Event(), threading.Event()
-    claim = store.claim
-
-    def slow(*args: Any) -> Any:
-        made = claim(*args) if when.startswith("after") else None
-        asked.set()
-        assert go_on.wait(60)
-        return made or claim(*args)
-
-    monkeypatch.setattr(store, "claim", slow)
-
-    async def leave() -> None:
-        request = asyncio.create_task(_admit(admission, "hot"))
-        assert await asyncio.to_thread(asked.wait, 60)
-        request.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await request
-
-    _run(leave())
-    go_on.set()
-    monkeypatch.undo()
-    _run(_admit(admission, "hot"))  # so that everything before it was answered
-    until(lambda: store.status()["claims"] == 0)
-    assert store.cpu.stats().held == 0
-
-
 # Files and sources that hang.
 
 
