@@ -115,7 +115,7 @@ def test_what_goes_into_a_pipe_is_plain_and_json_where_it_is_asked_for(cli, tmp_
             json.loads(out)
 
 
-@pytest.mark.parametrize(("form", "is_tty"), [("text", True), ("text", False), ("json", True)])
+@pytest.mark.parametrize("form, is_tty", [("text", True), ("text", False), ("json", True)])
 def test_progress_is_shown_to_people_on_a_terminal(cli, tmp_path, capsys, monkeypatch, form, is_tty):
     cli.json("import", _make(tmp_path))
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_tty, raising=False)
@@ -281,7 +281,7 @@ def test_a_quarantine_is_shown_and_lifted_by_verify_once_the_cartridge_is_sound(
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    "argv, said",
     [
         ("show nobody", "'nobody'; `lmcache-cartridge list`"), ("show x@99999999999999999999", "'x@99999999999999999999'"),
         ("label current nobody", "'nobody'"), ("label ../x doc", "cannot be a cartridge id"),
@@ -304,7 +304,7 @@ def test_what_cannot_be_is_said_in_one_line(cli, tmp_path, monkeypatch, argv, sa
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    "options, said",
     [
         ("", "takes one of --document"), ("--messages x.json --token-ids x.json", "takes one of"),
         ("--document x --messages x.json --url http://x", "takes one of --document"),
@@ -353,7 +353,7 @@ def test_what_needs_the_files_here_says_how_to_bring_them_from_s3(cli, tmp_path,
 
 
 @pytest.mark.parametrize(
-    ("line", "offered", "not_offered"),
+    "line, offered, not_offered",
     [("la", "label", "list"), ("build --do", "--document", "--model"), ("export doc --to ", "peft", "--to")],
 )
 def test_bash_completes_the_installed_command(line, offered, not_offered):

@@ -47,7 +47,7 @@ def test_the_name_of_lmcaches_own_connector_is_said_to_work():
     assert "also where LMCacheConnectorV1 is named" in _check("KV injection").finding
 
 
-@pytest.mark.parametrize(("name", "value", "told"), [
+@pytest.mark.parametrize("name, value, told", [
     ("VLLM_PLUGINS", "other", "has no `cartridges`: vLLM loads nothing of ours"), ("VLLM_PLUGINS", "", "has no `cartridges`"),
     ("VLLM_PLUGINS", "other,cartridges", None), ("VLLM_USE_RUST_FRONTEND", "1", "no request API"), ("VLLM_USE_RUST_FRONTEND", "0", None),
 ])  # fmt: skip
@@ -63,7 +63,7 @@ EXTRA = {
 }
 
 
-@pytest.mark.parametrize(("given", "told"), [
+@pytest.mark.parametrize("given, told", [
     ({}, "nothing names cartridges"),
     ({"CONFIG_FILE": str(CONFIGS / "lmcache-stock-connector.yaml")}, "names cartridges: storage_plugins"),
     ({"EXTRA_CONFIG": json.dumps(EXTRA)}, "pre_caching_hash_algorithm is builtin"),
@@ -135,9 +135,7 @@ COMMANDS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("command", "missing"), [*itertools.product(COMMANDS, ("torch", "transformers")), (TRAIN, "peft")]
-)
+@pytest.mark.parametrize("command, missing", [*itertools.product(COMMANDS, ("torch", "transformers")), (TRAIN, "peft")])
 def test_a_library_that_lacks_is_one_line_and_what_to_install(command, missing, asked, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, missing, None)
     assert main(command.format(asked).split()) == 1

@@ -128,7 +128,7 @@ def test_without_the_key_the_tiers_are_shown_and_the_key_is_asked_for(url, capsy
     assert "cpu" in out and ("$VLLM_API_KEY" not in out) == ("a@1" in out) == (key == KEY)
 
 
-@pytest.mark.parametrize(("status", "body", "said"), [
+@pytest.mark.parametrize("status, body, said", [
     (200, b"# TYPE x gauge\nx 1\n", "serves no cartridges"), (200, b"<html>hello there</html>", "not as vLLM"),
     (200, b"\xff\xfe", "not as vLLM"), (200, b"", "serves no cartridges"), (500, b"", "500"), (401, b"", "401"),
 ])  # fmt: skip
@@ -139,7 +139,7 @@ def test_what_is_no_cartridge_server_is_said_in_one_line(capsys, status, body, s
     assert error.count("\n") == 1 and said in error and url in error
 
 
-@pytest.mark.parametrize(("url", "why"), [
+@pytest.mark.parametrize("url, why", [
     ("http://127.0.0.1:9", "[Errno 111] Connection refused"), ("localhost:8000", "protocol"), ("http://", "/metrics: "),
     ("http://x:y", "is no URL of a server"),
 ])  # fmt: skip

@@ -82,7 +82,7 @@ def test_what_names_nothing_has_no_key(body):
 
 
 @pytest.mark.parametrize(
-    ("model", "ids"),
+    "model, ids",
     [("m", []), ("m:a", ["a"]), ("m:a@2, b", ["a@2", "b"]), ("qwen:7b:a", ["a"]), ("m:s3://b/k", ["s3://b/k"]),
      ("s3://bucket/model", []), ("org/m:a,s3://b/k", ["a", "s3://b/k"]), ("m:", []), (":a", [])],
 )  # fmt: skip

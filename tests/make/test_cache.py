@@ -39,7 +39,7 @@ def test_answers_are_those_after_the_cache_with_its_keys_where_they_were(model, 
     assert (unmoved - expected).abs().max() > 0.5, "the control: by keys that were not moved it can be told"
 
 
-@pytest.mark.parametrize(("spoil", "told"), [
+@pytest.mark.parametrize("spoil, told", [
     (lambda cache: vars(cache.layers[1]).update(keys=cache.layers[1].keys[:, :, 1:]), "as many positions in every layer and head: stack"),
     (lambda cache: vars(cache.layers[0]).update(keys=list(cache.layers[0].keys[0])), "has no attribute 'shape'"),
     (lambda cache: cache.batch_repeat_interleave(2), "with {(2, "),

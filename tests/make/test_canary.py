@@ -221,7 +221,7 @@ TIED = Expected(((5, 7), (6, 8)), ((-0.7, -0.71), (-0.2, -1.5)), noise=0.02)
 SAME = {6: -0.2, 8: -1.5}
 
 
-@pytest.mark.parametrize(("expected", "first", "second", "difference", "passed"), [
+@pytest.mark.parametrize("expected, first, second, difference, passed", [
     (EXPECTED, {5: -0.1, 7: -2.2}, SAME, 0.05, True), (EXPECTED, {5: -0.1, 7: -2.4}, SAME, 0.1, False),
     # A token that the engine does not list is at most as likely as its last.
     (EXPECTED, {5: -0.1, 9: -2.0}, SAME, 0.0, True), (EXPECTED, {5: -0.1, 9: -6.0}, SAME, 1.0, False),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import json
 from types import SimpleNamespace
 from typing import Any
@@ -90,17 +89,8 @@ def test_the_cartridge_and_what_goes_behind_it_are_the_templates_tokens_of_the_w
     _assert_goes_on(tokenizer, ids, chat, _turns(system=document))
 
 
-def test_a_request_rendered_by_itself_gets_another_prompt(tokenizer):
-    """The negative control: what a cartridge without a chat gets, for which the template adds its own system prompt."""
-    model = _model(tokenizer, CHATML)
-    ids, chat = render(model, _turns(system=SHEET), {})
-    whole, alone = (_rendered(tokenizer, _turns("Hi", system=system)) for system in (SHEET, None))
-    assert [*ids, *alone] != whole == [*ids, *question_ids(model, "Hi", chat)]
-    assert "You are a helpful assistant" in tokenizer.decode(alone)
-
-
 @pytest.mark.parametrize(
-    ("template", "messages"), [(INSIDE, [("user", SHEET), ("assistant", "Read.")]), (HEADERS, [("user", SHEET)])]
+    "template, messages", [(INSIDE, [("user", SHEET), ("assistant", "Read.")]), (HEADERS, [("user", SHEET)])]
 )
 def test_several_messages_and_other_roles_are_a_cartridge_too(tokenizer, template, messages):
     messages = [Message(*each) for each in messages]
@@ -108,7 +98,7 @@ def test_several_messages_and_other_roles_are_a_cartridge_too(tokenizer, templat
 
 
 @pytest.mark.parametrize(
-    ("template", "role", "reason"),
+    "template, role, reason",
     [
         (LAST, "system", "does not begin every conversation"), (INSIDE, "user", "roles must alternate"),
         (DATED, "system", "today's date"), (COUNTING, "system", "depends on the document's text"),
@@ -153,7 +143,7 @@ def test_a_date_that_is_given_goes_with_every_request(tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("template", "goes_on"), [(CHATML, False), (HEADERS + "{% if tools %}{{ tools | tojson }}{% endif %}", True)]
+    "template, goes_on", [(CHATML, False), (HEADERS + "{% if tools %}{{ tools | tojson }}{% endif %}", True)]
 )
 def test_tools_that_change_the_beginning_are_told_from_those_that_do_not(tokenizer, template, goes_on):
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
@@ -196,7 +186,7 @@ def test_token_ids_made_elsewhere_are_read_in_each_form(model, tmp_path, text):
 
 
 @pytest.mark.parametrize(
-    ("text", "reason"),
+    "text, reason",
     [
         ("[]", NO_IDS), ("", NO_IDS), ("[1, 640]", "640 is outside the model's vocabulary of 640"),
         ("1 -1", "token id -1 is outside"), ("a b", "no list"), ("[1.5]", NO_IDS), ("[[1], [2]]", NO_IDS), ("[1, [2]]", NO_IDS),
@@ -235,19 +225,15 @@ def _build(cli: Cli, *options: object) -> None:
     cli.json("build", "--model", MODEL_DIR, "--id", "a", *document, *options)
 
 
-def test_a_document_is_built_as_the_system_message_and_says_so(model, tmp_path, cli):
+def test_what_is_built_as_the_system_message_stays_so_in_int8_and_is_not_compacted(tmp_path, cli):
+    """What it is answered by, and shown as, is served/test_chat_served's."""
     (tmp_path / "t.jinja").write_text(WARD)
     _build(cli, "--chat", "system", "--chat-template", tmp_path / "t.jinja")
     cli.json("build", "--from", "a", "--payload", "int8", "--id", "b")
     of_a = cli.refused("build", "--from", "a", "--id", "c", "--model", MODEL_DIR, "--compact", "4x")
     assert "is of a chat" in of_a
-    (plain, root), (smaller, _) = map(cli.artefact, "ab")
-    tokenizer, question = copy.copy(model.tokenizer), _turns("blood of Tehor?")
-    tokenizer.chat_template = WARD
-    assert plain.chat == smaller.chat
-    behind = plain.chat.behind(_rendered(tokenizer, [*plain.chat.messages, *question]))
-    ids = reading.load_token_ids(plain, root).tolist()
-    assert [*ids, *behind] == _rendered(tokenizer, [Message("system", SHEET), *question])
+    (plain, _), (smaller, _) = map(cli.artefact, "ab")
+    assert plain.chat == smaller.chat is not None
     assert plain.provenance.canary.top1_equal and plain.canary is not None
 
 

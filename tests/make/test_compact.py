@@ -82,13 +82,6 @@ def four(sheet):
 # What is asked.
 
 
-def test_the_document_read_again_asks_for_every_token_once(sheet):
-    examples = repeated(sheet.ids)
-    assert sheet.ids[1:] == [token for example in examples for token in example.answer]
-    found = collect(sheet.model, sheet.kv, examples)
-    assert len(found.answers) == len(sheet.ids) - 1 and found.answers.all()
-
-
 def test_of_too_many_tokens_those_that_predict_answers_are_kept(sheet, monkeypatch):
     examples = references_of(sheet.model, sheet.ids, Wanted(P16, sheet.questions))
     answers = sum(len(example.answer) for example in examples)
@@ -142,7 +135,7 @@ def _error(sheet: Sheet, kv: torch.Tensor) -> float:
     return found
 
 
-@pytest.mark.parametrize(("name", "instead", "times"), [
+@pytest.mark.parametrize("name, instead, times", [
     ("_fit", lambda head, keys, values, weights: values, 1.03), ("fitted_keys", lambda start, *rest: start, 2),
 ], ids=["values", "keys"])  # fmt: skip
 def test_what_is_fitted_beats_the_mean_of_those_it_stands_for(sheet, four, monkeypatch, name, instead, times):
@@ -264,21 +257,18 @@ def test_a_model_in_its_own_dtype_refines_too(home):
     assert home.read("s")[0].provenance.compaction.refine in (0, 3)
 
 
-def test_build_compact_and_compact_of_what_was_built_are_the_same_but_for_rounding(sheet, home):
+def test_what_was_built_is_compacted_later_and_only_that(sheet, home):
+    """What is compacted as it is built answers in served/test_compact_served."""
     cli, of_whole = home.cli, ("build", "--from", "whole", "--model", MODEL)
-    cli.json("build", *home.document, 64, "--id", "whole", *SINGLE)
-    shown = cli.json("build", *home.document, 64, "--id", "at-once", "--compact", "4x", *home.asked, *SINGLE)
+    whole = cli.json("build", *home.document, 64, "--id", "whole", *SINGLE)
+    shown = cli.json(*of_whole, "--id", "later", "--compact", P4, "--payload", "int8", *home.asked, *SINGLE)
     assert shown["positions"] == P4 and shown["measured"]["count"] == len(sheet.questions) // 10
-    cli.json(*of_whole, "--id", "later", "--compact", P4, "--payload", "int8", *home.asked, *SINGLE)
-    sizes = []
-    for name, tool in (("at-once", "build"), ("later", "compact")):
-        manifest, kv = home.read(name)
-        about = manifest.provenance
-        assert (manifest.kind, manifest.positions, manifest.document.count) == ("trained", P4, len(sheet.ids))
-        assert about.tool.endswith(f" {tool}") and about.compaction.queries == "questions" and manifest.canary
-        assert sheet.exact(kv) >= 0.97, name
-        sizes.append(manifest.payload_bytes)
-    assert about.origin is not None and sizes[1] < 0.35 * sizes[0]
+    manifest, kv = home.read("later")
+    about = manifest.provenance
+    assert (manifest.kind, manifest.positions, manifest.document.count) == ("trained", P4, len(sheet.ids))
+    assert about.tool.endswith(" compact") and about.compaction.queries == "questions" and manifest.canary
+    assert sheet.exact(kv) >= 0.97 and about.origin is not None
+    assert manifest.payload_bytes < 0.35 * P4 / len(sheet.ids) * whole["bytes"]
     again = cli.refused("build", "--from", "later", "--model", MODEL, "--id", "t", "--compact", "8x")
     assert "only a prefill cartridge" in again
 

@@ -50,8 +50,6 @@ def _pairs(kv: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
 FORMS: dict[str, tuple[str, Callable[[torch.Tensor, Path], Path]]] = {
     "peft cartridge": ("PEFT CARTRIDGE adapter", lambda kv, p: foreign.peft_adapter(kv, p / "a")),
     "peft cartridge, .bin": ("PEFT CARTRIDGE adapter", lambda kv, p: foreign.peft_adapter(kv, p / "a", safe=False)),
-    "peft prefix tuning": (
-        "PEFT PREFIX_TUNING adapter", lambda kv, p: foreign.peft_adapter(kv, p / "a", kind="PREFIX_TUNING")),
     "hazy, fixed": ("HazyResearch checkpoint, fixed_keys", lambda kv, p: foreign.hazy(kv, p / "a.pt", prefix="fixed")),
     "hazy, frozen": ("HazyResearch checkpoint, frozen_keys", lambda kv, p: foreign.hazy(kv, p / "a.pt")),
     # As many frozen positions as heads: that tensor alone fits two readings, the trainable ones tell.
@@ -107,9 +105,7 @@ def test_ids_whose_forward_pass_gives_the_kv_make_a_prefill_cartridge(model, ids
         assert reading.load_token_ids(done.manifest, tmp_path / f"out-{path.stem}").tolist() == ids[:P]
 
 
-@pytest.mark.parametrize(
-    ("layer", "position", "share"), [(ALL, 0, 1.0), (ALL, P - 1, 1.0), (0, ALL, 0.05), (2, ALL, 0.2)]
-)
+@pytest.mark.parametrize("layer, position, share", [(ALL, 0, 1.0), (ALL, P - 1, 1.0), (0, ALL, 0.05), (2, ALL, 0.2)])
 def test_ids_that_do_not_give_the_kv_are_not_its_tokens(model, ids, tmp_path, layer, position, share):
     """One position of another token is enough, or one layer that was trained a little."""
     foreign.write_ids(tmp_path, ids[:P])
@@ -235,7 +231,7 @@ REFUSED: list[tuple[Callable[[Path], Path], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("make", "message"), REFUSED)
+@pytest.mark.parametrize("make, message", REFUSED)
 def test_it_is_refused_with_the_reason_and_nothing_is_left(model, tmp_path, make, message):
     (tmp_path / "in").mkdir()
     with pytest.raises(CartridgeError, match=message):
@@ -312,7 +308,7 @@ def test_beside_a_kv_cache_in_no_known_form_the_token_ids_are_used_and_it_is_sai
         bring(model, _saved(tmp_path, {"kv_cache": kv}), tmp_path / "none")
 
 
-@pytest.mark.parametrize(("named", "kept", "warns"), [
+@pytest.mark.parametrize("named, kept, warns", [
     ("Qwen/Qwen3-4B", "Qwen/Qwen3-4B", True), ("somebody/Model", "somebody/Model", False), ("/home/me/secret/llama", "llama", True),
     ("../secret/llama", "llama", True), ("~/secret/llama", "llama", True), ("llama", "llama", True),
 ])  # fmt: skip

@@ -29,7 +29,7 @@ P = 128
 
 @pytest.mark.parametrize("form", ["peft", "hazy"])
 @pytest.mark.parametrize(
-    ("kind", "document", "positions", "chunk"),
+    "kind, document, positions, chunk",
     [("prefill", False, 1, 16), ("trained", False, 100, 64), ("trained", True, P, 64)],
 )
 def test_what_is_exported_and_imported_is_the_same_cartridge(

@@ -48,7 +48,7 @@ def test_what_is_saved_is_read_back(tmp_path):
     assert read(tmp_path / "below" / "q.jsonl") == questions
 
 
-@pytest.mark.parametrize(("content", "word"), [
+@pytest.mark.parametrize("content, word", [
     (b"{", "no JSON lines"), (b"", "no questions"), (b"[]", "no questions"), (b'{"question": "a?"}\n{"question": ""}', "entry 2"),
     (b'{"question": "a?", "answer": 5}', "entry 1"), (b'{"ask": "a?"}', "entry 1"), (b"[1]", "entry 1"),
     (b"[" * 100_000, "no JSON lines"), (b"\xff", "UTF-8"),
@@ -63,7 +63,7 @@ def test_a_file_of_something_else_is_refused_and_named(tmp_path, content, word):
 # Parts.
 
 
-@pytest.mark.parametrize(("count", "sizes"), [(100, [80, 10, 10]), (3, [1, 1, 1]), (9000, [8488, 256, 256])])
+@pytest.mark.parametrize("count, sizes", [(100, [80, 10, 10]), (3, [1, 1, 1]), (9000, [8488, 256, 256])])
 def test_a_tenth_chooses_a_tenth_measures_and_none_is_in_two_parts(count, sizes):
     asked = [Question(f"{n}?") for n in range(count)]
     parts = split(asked)
@@ -78,7 +78,7 @@ def test_questions_given_to_measure_by_are_in_no_other_part():
     assert [len(part) for part in parts] == [18, 1, 2] and asked[3] not in parts.fit + parts.validation
 
 
-@pytest.mark.parametrize(("count", "test"), [(2, []), (1, [Question("t?")]), (0, [Question("t?")])])
+@pytest.mark.parametrize("count, test", [(2, []), (1, [Question("t?")]), (0, [Question("t?")])])
 def test_too_few_questions_for_the_parts_are_refused(count, test):
     with pytest.raises(CartridgeError, match=f"{count} questions are too few"):
         split([Question(f"{n}?") for n in range(count)], test)
@@ -122,7 +122,7 @@ def test_self_study_asks_again_for_what_it_has_or_cannot_use_and_then_makes_do()
 
 
 @pytest.mark.parametrize(
-    ("reply", "question"),
+    "reply, question",
     [
         ("What is it?", "What is it?"),
         ("\n\n  Question: What is it?\nAnswer: this", "What is it?"),

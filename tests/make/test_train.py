@@ -168,7 +168,7 @@ def test_a_checkpoint_that_is_a_program_is_not_run(made, tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize(("schedule", "steps"), [("plateau", 12), ("constant", 6), ("cosine", 6)])
+@pytest.mark.parametrize("schedule, steps", [("plateau", 12), ("constant", 6), ("cosine", 6)])
 def test_training_stops_when_the_validation_questions_get_no_better(made, schedule, steps):
     trainer = _trainer(made, recipe=replace(RECIPE, rate=1e-9, check_every=2, patience=3, schedule=schedule))
     result = trainer.run()
@@ -290,9 +290,7 @@ def test_sci_is_a_prefill_of_chunks_from_all_over_the_document(made):
     assert max(seen) - min(seen) > 500
 
 
-@pytest.mark.parametrize(
-    ("asked", "expected"), [({"compress": 4}, 256), ({"compress": 1000}, 64), ({"positions": 95}, 95)]
-)
+@pytest.mark.parametrize("asked, expected", [({"compress": 4}, 256), ({"compress": 1000}, 64), ({"positions": 95}, 95)])
 def test_p_is_as_asked_for_or_rounded_to_whole_chunks(asked, expected):
     assert positions_of(1051, 64, **asked) == expected
 
@@ -336,7 +334,7 @@ def test_a_question_too_long_for_the_model_is_named(made):
         lesson.prepare(made.model, made.ids, asked, torch.zeros(1), form="chat", top_k=4, answer_tokens=2)
 
 
-@pytest.mark.parametrize(("family", "changes", "why"), [
+@pytest.mark.parametrize("family, changes, why", [
     ("mistral", {"sliding_window": 64}, "layers of MistralForCausalLM see 64 positions, and the document .* has 1"),
     ("mistral", {"sliding_window": 512}, None),
     ("gemma3", {"sliding_window": 64}, "see 64 positions"),
@@ -353,7 +351,7 @@ def test_what_training_would_show_otherwise_than_engines_do_is_refused(tmp_path,
         _assert_taught(model, ids, found)
 
 
-@pytest.mark.parametrize(("room", "jitter"), [(3, 3), (-9, 0)])
+@pytest.mark.parametrize("room, jitter", [(3, 3), (-9, 0)])
 def test_no_question_is_put_behind_the_end_of_the_models_context(made, monkeypatch, room, jitter):
     longest = max(len(e.prompt) + len(e.answer) for e in made.lesson.examples)
     monkeypatch.setattr(made.model.model.config, "max_position_embeddings", P + longest + room)
@@ -469,7 +467,7 @@ def test_by_its_defaults_it_starts_from_a_compaction_ends_by_itself_and_keeps_wh
 
 
 @pytest.mark.parametrize(
-    ("scores", "least", "best_step", "waited"),
+    "scores, least, best_step, waited",
     [
         ([(1.0, 0.5), (1.0, 0.0020), (1.0, 0.0015), (1.0, 0.0012)], 0.0020, 3, 2),  # as good as nothing
         ([(0.5, 0.3), (0.6, 0.1), (0.4, 0.2)], 0.1, 1, 1),  # a few tokens at many nats do not outweigh the others
@@ -497,7 +495,7 @@ def test_a_cartridge_that_answers_badly_is_not_registered_unless_that_is_accepte
     assert train.artefact("a")[0].name == "a@1"
 
 
-@pytest.mark.parametrize(("nothing", "document", "cartridge", "kept"), [
+@pytest.mark.parametrize("nothing, document, cartridge, kept", [
     (0.05, 1.0, 0.29, 0.2526), (0.5, 0.9, 0.9, 1.0), (0.5, 0.9, 0.5, 0.0), (0.5, 0.54, 0.54, None),
 ])  # fmt: skip
 def test_the_gate_judges_by_what_the_document_adds(nothing, document, cartridge, kept):
@@ -570,7 +568,7 @@ def test_a_run_without_questions_does_not_bind_the_next_restart_forgets_one_and_
     assert (result["name"], result["promoted"], train.artefact("a")[0].name) == ("a@3", False, "a@1")
 
 
-@pytest.mark.parametrize(("option", "value", "said"), [
+@pytest.mark.parametrize("option, value, said", [
     ("--id", "../up", "cannot be a cartridge id"), ("--model", "nowhere", "nowhere is neither a directory"),
     ("--set", "rate=0", "--set rate=0 must be a number above 0"), ("--set", "jitter=-1", "jitter=-1 must be a whole number of at least 0"),
     ("--set", "schedule=none", "schedule=none must be one of plateau, cosine, constant"), ("--set", "batch=1.5", "batch=1.5 must be a whole number"),

@@ -197,7 +197,7 @@ def test_what_cannot_be_tried_is_said_and_is_no_pass(context):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "tiers", "told"),
+    "wrong, tiers, told",
     [
         ("ignores them", "0", "no header X-Cartridges"),
         ("swaps", "0 3", "is not that of its dense prompt"),
@@ -271,7 +271,7 @@ class Life:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "broken", "what", "told"),
+    "wrong, broken, what, told",
     [
         ("", "", "corrupt bytes", "3 x 422; quarantined; others answer on"),
         ("", "", "missing bytes", "3 x 422; others answer on"),
@@ -377,7 +377,7 @@ def test_the_command_makes_the_checks_by_pytest_and_ends_with_what_they_found(
     assert "1 passed, 0 failed, 1 not checked" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("words", "options", "said"), [
+@pytest.mark.parametrize("words, options, said", [
     (["--cartridges", "missing"], "", "missing: no prefill cartridge"), ([], "--nope", "pytest ended"),
 ])  # fmt: skip
 def test_where_nothing_could_be_asked_it_is_an_error(stub, capsys, monkeypatch, words, options, said):
@@ -387,7 +387,7 @@ def test_where_nothing_could_be_asked_it_is_an_error(stub, capsys, monkeypatch, 
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    "words, told",
     [
         ([], "validate needs --url or --model"),
         (["--url", "http://127.0.0.1:9"], "127.0.0.1:9/"),
