@@ -52,7 +52,8 @@ def vllm_log(caplog, monkeypatch):
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the files that take minutes: the short ones then fill what is left of the time of several workers."""
-    files = ("test_cluster", "test_commands", "test_corpus", "test_quickstart")
+    files = {"test_bench", "test_benchmarks", "test_cluster", "test_commands", "test_corpus", "test_outside", "test_published",
+             "test_quickstart", "test_s3_faults", "test_structure", "test_train", "test_validate"}  # fmt: skip
 
     def is_long(path: Path) -> bool:
         return path.parent.name in ("served", "fleet") or path.stem in files or "_served" in path.name

@@ -105,12 +105,6 @@ def test_a_chat_is_answered_as_the_dense_one(served, count):
     assert max(abs(with_cartridge.get(token, -99) - dense[token]) for token in likely) < NOISE
 
 
-def test_the_facts_are_answered_from_it(served):
-    facts = served.ward.facts[:12]
-    wrong = [fact for fact in facts if served.asker.chat(content(fact), "chat").text.strip() != fact.value]
-    assert not wrong and len(facts) == 12
-
-
 def test_what_is_shown_is_the_templates_tokens_of_the_whole_conversation(served):
     messages = _turns(served, 2)
     whole, named = served.whole(messages), {"cartridges": ["chat"]}
