@@ -70,7 +70,11 @@ class Quarantine:
     def lift(self, digest: str, location: str | None = None) -> None:
         """Let the copy at `location`, or all of a digest, be served again; no change if they may already."""
         for name in self.notes(digest, location):
-            (self._directory / f"{name}.txt").unlink(missing_ok=True)
+            self.drop(name)
+
+    def drop(self, name: str) -> None:
+        """Take one note away, if it is there; what others forbid stays forbidden. Raises `OSError`."""
+        (self._directory / f"{name}.txt").unlink(missing_ok=True)
 
 
 def name_of(digest: str, location: str) -> str:
@@ -128,21 +132,20 @@ class ProcessQuarantine:
     def forgive(self, digest: str) -> None:
         """Lift the quarantines that copies on S3 caused; what is there now is checked when it is loaded. Else no change."""
         with self._lock:
-            notes = {n: note for n, note in self._notes.items() if n.startswith(digest) and is_remote(note.location)}
-            for name in notes:
+            names = [n for n, note in self._notes.items() if n.startswith(digest) and is_remote(note.location)]
+            for name in names:
                 del self._notes[name]
                 self._unwritten.pop(name, None)
             self.publish()
-        for note in notes.values():
+        for name in names:
             with suppress(OSError):
-                self._quarantine.lift(digest, note.location)
+                self._quarantine.drop(name)
 
     def publish(self) -> None:
         """Let `reasons` be of the copies that are served now."""
         with self._lock:
-            found = ((name.partition("-")[0], note) for name, note in self._notes.items())
             self.reasons = {
                 digest: f"quarantined: {note.reason}"
-                for digest, note in found
-                if note.is_about(self._location_of(digest))
+                for name, note in self._notes.items()
+                if note.is_about(self._location_of(digest := name.partition("-")[0]))
             }

@@ -24,8 +24,8 @@ from ..artifact.reading import load_manifest
 from ..artifact.writing import ArtifactWriter
 from ..engine.computed import ANSWER, QUESTION, canary, kv_of
 from ..engine.trust import CONTEXT
-from ..errors import ArtifactError, CartridgeError, CartridgeNotFound, SourceError, UnsupportedEngine
-from ..library.quarantine import name_of
+from ..errors import ArtifactError, CartridgeError, CartridgeNotFound, UnsupportedEngine
+from ..library.quarantine import Quarantine, name_of
 from ..library.registry import Registry
 from ..sources.locks import locked
 from ..sources.published import Library
@@ -228,9 +228,8 @@ class Maker:
             if type(error) is OSError:
                 error = Refusal(507, f"the context cannot be written: {error.strerror}")
             why, soon = without_paths(str(error), {}), time.time() + _LEASE_S
-            if await asyncio.to_thread(
-                self._run, _FAILED, why, soon, context.id, context.key
-            ):  # else another has removed it, and may make it anew
+            # Else another has removed it, and may make it anew.
+            if await asyncio.to_thread(self._run, _FAILED, why, soon, context.id, context.key):
                 with suppress(CartridgeError):
                     await asyncio.to_thread(self._withdraw, context)
             raise error from None
@@ -267,8 +266,7 @@ class Maker:
             served = await canary(engine, ids, name, model.dtype, adapter)
             manifest = await asyncio.to_thread(writer.commit, about, served)
         # What lay here before may have had the same content, and wrong bytes.
-        note = self._settings.quarantine_dir / f"{name_of(manifest.digest, str(root.resolve()))}.txt"
-        note.unlink(missing_ok=True)
+        Quarantine(self._settings.quarantine_dir).drop(name_of(manifest.digest, str(root.resolve())))
         if self._library is None:
             await asyncio.to_thread(self._registry.register, root)
             # Workers may know of this KV, and look for it where another context of the text was until lately.
@@ -288,7 +286,7 @@ class Maker:
             self._run("UPDATE contexts SET uses = uses + ?, last_used_at = ? WHERE id = ?", count, now, context_id)
         self._renew(now)
         for row in self._run(_OVER, now, "", None):
-            with suppress(SourceError):  # it is tried again
+            with suppress(CartridgeError):  # it is tried again
                 self.remove(Context(*row))
         for (total,) in self._run("SELECT total(bytes) FROM contexts"):
             requests().context_bytes.set(total)

@@ -36,6 +36,11 @@ def test_what_caused_a_quarantine_is_remembered_until_it_is_lifted(tmp_path):
     assert quarantine.reason(DIGEST, "/elsewhere") is None
     quarantine.lift(DIGEST, "/elsewhere")
     assert quarantine.reason(DIGEST, where)
+    (by_hand := tmp_path / f"{DIGEST}.txt").write_text("not this one")
+    quarantine.drop(name_of(DIGEST, "/elsewhere"))
+    assert len(quarantine.notes()) == 2
+    quarantine.drop(name_of(DIGEST, where))
+    assert quarantine.notes() == {by_hand.stem: Note("not this one", "")}
     quarantine.lift(DIGEST)
     assert list(tmp_path.iterdir()) == []
 
@@ -123,6 +128,7 @@ def test_evicting_lifts_what_a_copy_on_s3_caused_and_nothing_else(remote):
     remote.repair()
     store.evict(digest)
     remote.serves(store)
+    remote.quarantine.put(digest, "chunk 3 is corrupt", remote.location)
     remote.quarantine.put(digest, "it answers wrongly")
     for _ in range(2):
         store.refresh()
