@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -71,6 +72,8 @@ class Adapters:
         """`served` is vLLM's own, by the name that requests give as their model; it changes."""
         self._served = served
         self._loaded: dict[str, Adapter] = {}
+        self.loads: Counter[str] = Counter()
+        """How often vLLM was asked to load each name. Neither its cache nor LMCache's keys know what was loaded in place."""
 
     async def start(self) -> None:
         """Read the files of the adapters that were loaded before there was this."""
@@ -90,6 +93,7 @@ class Adapters:
             else:
                 self._loaded[name] = before
             raise
+        self.loads[name] += 1
         await self._note(request, stamp)
         return result
 

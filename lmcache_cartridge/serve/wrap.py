@@ -125,7 +125,7 @@ class CartridgeRenderer(Around):
             request.kv_transfer_params = claim.grant(params, len(engine_inputs), self._own_salt(request))
         self._admission.resolver.contexts.used.update(manifest.id for manifest in selection.manifests)
         is_granted = isinstance(request.kv_transfer_params, Grant)
-        http.note(selection.replaced if claim.is_text else selection.used(), is_pending=is_granted)
+        http.note(selection.replaced if claim.is_text else selection.used(), pending=is_granted)
         outcome.value = "failed" if not engine_inputs else "document" if claim.is_text else "used"
         if is_granted:
             requests().positions.inc(selection.positions * len(engine_inputs))
@@ -244,8 +244,10 @@ class GuardedEngine(Around):
         LoRA adapter that came in the place of theirs.
         """
         transfer = (getattr(params, "extra_args", None) or {}).get("kv_transfer_params")
+        if (adapter := kwargs.get("lora_request")) is not None:
+            prompt = apart(prompt, self._adapters.loads[adapter.lora_name])
         if isinstance(transfer, Grant):
-            if kwargs.get("lora_request") is not transfer.claim.selection.adapter:
+            if adapter is not transfer.claim.selection.adapter:
                 transfer.claim.end_prompt()
                 with _refusals_as_http(self._settings):
                     raise Refusal(503, _ADAPTER, retry_after_s=1)
