@@ -61,18 +61,14 @@ class CartridgeBackend(StoragePluginInterface):
         """Called by LMCache with keywords only. Raises `CartridgeError` when this engine cannot be served."""
         super().__init__(**kwargs)
         try:
-            self._store = self._open()
-            if self._store is not None:
-                self._objects = MemoryObjects(self._store.shape)
+            self.store = self._open()
+            """None in the scheduler's process, which has no memory to serve from."""
+            if self.store is not None:
+                self._objects = MemoryObjects(self.store.shape)
         except Exception as error:
             CartridgeBackend.refusal = error
             raise
         CartridgeBackend.refusal = None
-
-    @property
-    def store(self) -> CartridgeStore | None:
-        """The store behind this plugin; None in the scheduler's process, which has no memory to serve from."""
-        return self._store
 
     def _open(self) -> CartridgeStore | None:
         if self.metadata.role == "scheduler":
@@ -97,9 +93,9 @@ class CartridgeBackend(StoragePluginInterface):
 
     def batched_contains(self, keys: list[CacheEngineKey], pin: bool = False) -> int:
         """Return how many leading keys are resident; with `pin`, load what is missing first and lease it all."""
-        if not keys or self._store is None:
+        if not keys or self.store is None:
             return 0
-        ask = self._store.lookup if pin else self._store.resident
+        ask = self.store.lookup if pin else self.store.resident
         try:
             return ask([key.chunk_hash for key in keys], _tag(keys[0]))
         except Exception:
@@ -116,7 +112,7 @@ class CartridgeBackend(StoragePluginInterface):
     def unpin(self, key: CacheEngineKey) -> bool:
         """End one lease of a chunk; False if it has none."""
         try:
-            return self._store is not None and self._store.release(key.chunk_hash, _tag(key) if key.tags else None)
+            return self.store is not None and self.store.release(key.chunk_hash, _tag(key) if key.tags else None)
         except Exception:
             return _failed(False)
 
@@ -126,13 +122,13 @@ class CartridgeBackend(StoragePluginInterface):
         """Return a memory object over the resident bytes of each key, LMCache's to release; None from a miss on."""
         found: list[MemoryObj | None] = []
         try:
-            if keys and self._store is not None:
+            if keys and self.store is not None:
                 tags = keys[0].tags  # LMCache asks for the chunks of one request, and a request has one set of tags
                 hashes = [key.chunk_hash for key in takewhile(lambda key: key.tags == tags, keys)]
-                found = self._store.lend_run(hashes, _tag(keys[0]), self._objects.over)
+                found = self.store.lend_run(hashes, _tag(keys[0]), self._objects.over)
         except Exception:
             found = _failed([])
-        return found if len(found) == len(keys) else found + [None] * (len(keys) - len(found))
+        return found + [None] * (len(keys) - len(found))
 
     def get_blocking(self, key: CacheEngineKey) -> MemoryObj | None:
         """Return a memory object over the chunk's resident bytes, LMCache's to release, or None on a miss."""
@@ -162,8 +158,8 @@ class CartridgeBackend(StoragePluginInterface):
 
     def close(self) -> None:
         """Stop loading; objects handed out stay valid. Calling again is no change."""
-        if self._store is not None:
-            close_store(self._store)
+        if self.store is not None:
+            close_store(self.store)
 
     def __str__(self) -> str:
         return type(self).__name__

@@ -37,7 +37,7 @@ class CartridgeConnector(TellsTiers, InjectsWhole, LMCacheConnectorV1):
             from .describe import started
             from .inject import EngineWriteConnector
 
-            kv_cache_config = started(vllm_config, kv_cache_config, "in-process") or kv_cache_config
+            kv_cache_config = started(vllm_config, kv_cache_config, "in-process")
             with host_inprocess.own_connector(EngineWriteConnector, in_worker=role == KVConnectorRole.WORKER):
                 super().__init__(vllm_config, role, kv_cache_config)
             self._config = vllm_config

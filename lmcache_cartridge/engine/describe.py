@@ -44,15 +44,19 @@ def transfer_of(config: VllmConfig) -> KVTransferConfig:
 
 
 def started(
-    config: VllmConfig, kv_cache_config: KVCacheConfig | None, mode: Literal["in-process", "multiprocess"]
-) -> KVCacheConfig | None:
-    """Check all that a connector can know before LMCache's part of it is built, and return the caches without a draft's.
+    config: VllmConfig, kv_cache_config: KVCacheConfig, mode: Literal["in-process", "multiprocess"]
+) -> KVCacheConfig:
+    """Check all that a connector can know before LMCache's part of it is built, and return the caches without a draft model's.
 
     Raises `UnsupportedEngine`, with the fix.
     """
     configure(config.kv_transfer_config, in_process=mode == "in-process")
     host.start(mode)
-    kv_cache_config = without_draft(kv_cache_config)
+    groups = [
+        replace(group, layer_names=[name for name in group.layer_names if not is_draft(name)])
+        for group in kv_cache_config.kv_cache_groups
+    ]
+    kv_cache_config = replace(kv_cache_config, kv_cache_groups=[group for group in groups if group.layer_names])
     check_vllm(config, kv_cache_config)
     check_api(config)
     return kv_cache_config
@@ -130,17 +134,6 @@ def is_draft(layer_name: str) -> bool:
 def answering(kv_caches: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the KV caches of the model that answers, without those of a draft model."""
     return {name: cache for name, cache in kv_caches.items() if not is_draft(name)}
-
-
-def without_draft(kv_cache_config: KVCacheConfig | None) -> KVCacheConfig | None:
-    """Return which KV caches the model that answers has, without those of a draft model."""
-    if kv_cache_config is None:
-        return None
-    groups = [
-        replace(group, layer_names=[name for name in group.layer_names if not is_draft(name)])
-        for group in kv_cache_config.kv_cache_groups
-    ]
-    return replace(kv_cache_config, kv_cache_groups=[group for group in groups if group.layer_names])
 
 
 def saves(config: VllmConfig) -> bool:

@@ -20,7 +20,6 @@ class InProcess:
 
     def __init__(self, connector: Any) -> None:
         """Raises `UnsupportedEngine` where a part of it is not where it was."""
-        self._connector = connector
         self._adapter = attribute(connector, "_lmcache_engine")
         self._manager = attribute(self._adapter, "_manager")
         self._load_specs = attribute(self._adapter, "load_specs")

@@ -58,9 +58,7 @@ _CHECK_TIMEOUT_S = 60.0
 class CartridgeMPConnector(TellsTiers, InjectsWhole, LMCacheMPConnector):
     """Tells the adapter what this engine is, names its keys, and never lets a trained cartridge be computed."""
 
-    def __init__(
-        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig | None = None
-    ) -> None:
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         """Called by vLLM. Raises `UnsupportedEngine` for a configuration under which cartridges are not safe."""
         self._control = transfer_of(vllm_config).get_from_extra_config(CONTROL, "")
         if not self._control:
@@ -304,9 +302,9 @@ def _keys(request: Request, chunk_tokens: int) -> _Keys:
     return _Keys(shared, own_shifts(salt, chunk_tokens), positions // chunk_tokens * chunk_tokens)
 
 
-def _describe(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig | None) -> Report:
+def _describe(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Report:
     """Return what the configuration tells of an engine, in every process alike."""
-    groups = kv_cache_config.kv_cache_groups if kv_cache_config else []
+    groups = kv_cache_config.kv_cache_groups
     specs: list[Any] = [group.kv_cache_spec for group in groups]
     known = FullAttentionSpec, SlidingWindowSpec, *((MLAAttentionSpec,) if len(specs) == 1 else ())
     if strange := {type(spec).__name__ for spec in specs if type(spec) not in known}:

@@ -18,7 +18,7 @@ from ..artifact.model import from_plain
 from ..artifact.weights import model_directory
 from ..engine import host_api
 from ..engine.client import ControlClient
-from ..errors import UnsupportedEngine
+from ..errors import CartridgeError, UnsupportedEngine
 from ..library.published import Following
 from ..library.workers import Workers
 from ..settings import Settings
@@ -126,7 +126,10 @@ class Admission:
         removed whose time is over.
         """
         if self.maker is not None:
-            await asyncio.to_thread(self.maker.tidy)
+            try:
+                await asyncio.to_thread(self.maker.tidy)
+            except CartridgeError as error:  # it is tried again
+                logger.warning_once(f"contexts cannot be tidied up: {error}")
         ranks = await self.client.ask("numbers")
         self.canaries.follow(ranks)
         return ranks
@@ -163,10 +166,7 @@ class Admission:
 
     @asynccontextmanager
     async def admit(
-        self,
-        selection: Selection,
-        check_request: Callable[[Selection], None] = lambda selection: None,
-        model: str | None = None,
+        self, selection: Selection, check_request: Callable[[Selection], None], model: str | None
     ) -> AsyncIterator[Claim]:
         """Lend a claim on the KV once it may be used, or one that says that the documents' text takes its place.
 
@@ -202,8 +202,8 @@ class Admission:
     async def _prepare(self, claim: Claim) -> None:
         """Wait until a claim's KV may be used, or its documents' text takes its place. Raises `Refusal`."""
         selection = claim.selection
-        if self.settings.admin and selection.tag is not None:
-            for tag in dict.fromkeys((*selection.afresh, selection.tag)) if selection.afresh else ():
+        if self.settings.admin and selection.afresh and selection.tag:
+            for tag in dict.fromkeys((*selection.afresh, selection.tag)):
                 await self.client.ask("evict", tag)
         problem = self.canaries.known(selection)
         if problem is None and await claim.wait(self.settings):

@@ -135,7 +135,7 @@ class Canaries:
         """How trials ended, as `outcome` says it."""
         self._keys: dict[str, Key] = {}
         """Of cartridges alone, by `id@version`."""
-        self._asking: dict[Key, asyncio.Task[str | None]] = {}
+        self._asking: dict[Key, asyncio.Task[None]] = {}
         self._trying: asyncio.Task[None] | None = None
 
     def outcome(self, name: str, digest: str) -> tuple[str | None, str | None]:
@@ -202,11 +202,11 @@ class Canaries:
                     return Unservable(422, message, trial.manifest.digest)
                 continue
             try:
-                problem = await self._result(key, trial)
+                await self._result(key, trial)
             except Unfinished as reason:
                 return Refusal(503, f"{name} could not be tried on this engine: {reason}", retry_after_s=2)
-            if problem is not None:
-                return _failed(trial.manifest, problem)
+            if refusal := self.known(selection):
+                return refusal
         return None
 
     def _key(self, trial: Trial) -> Key | None:
@@ -233,7 +233,8 @@ class Canaries:
 
     def _end(self, key: Key, trial: Trial, found: Comparison | None) -> None:
         """Note how a trial ended: with the first answer that was not as expected, None if all were."""
-        name, weights = trial.manifest.name, other_weights(trial.manifest, self._fingerprint)
+        name, model, engine = trial.manifest.name, trial.manifest.fingerprint, self._fingerprint
+        weights = engine and "; ".join(model.base.differences(engine))  # in which it is of another model
         if found is None:
             self._ended[key] = "passed", None
         # Logprobs that are no numbers, or fewer than were asked for, are an engine's fault, whatever its weights.
@@ -244,19 +245,20 @@ class Canaries:
             logger.error("%s is set aside on this engine: %s", name, found)
             self._ended[key] = "failed", str(found)
 
-    async def _result(self, key: Key, trial: Trial) -> str | None:
+    async def _result(self, key: Key, trial: Trial) -> None:
+        """Wait until a trial has ended. Raises `Unfinished`."""
         if key in self._ended:
-            return self._ended[key][1]
+            return
         if key not in self._asking:
             self._asking[key] = asyncio.create_task(self._settle(key, trial))
             self._asking[key].add_done_callback(lambda task: self._asking.pop(key, None))
         try:
             async with asyncio.timeout(self._settings.ready_timeout_s):
-                return await asyncio.shield(self._asking[key])
+                await asyncio.shield(self._asking[key])
         except TimeoutError:
             raise Unfinished("it took too long") from None
 
-    async def _settle(self, key: Key, trial: Trial) -> str | None:
+    async def _settle(self, key: Key, trial: Trial) -> None:
         try:
             async with asyncio.timeout(self._settings.ready_timeout_s):
                 self._end(key, trial, await self._examine(trial))
@@ -265,9 +267,7 @@ class Canaries:
             requests().count("canaries", "unfinished")
             logger.warning("%s could not be tried on this engine: %r", trial.manifest.name, error)
             raise Unfinished(str(error) or "it took too long") from None
-        outcome, problem = self._ended[key]
-        requests().count("canaries", outcome)
-        return problem
+        requests().count("canaries", self._ended[key][0])
 
     async def _examine(self, trial: Trial) -> Comparison | None:
         """Return the first answer of the engine that is not as expected, None if all are."""
@@ -300,14 +300,6 @@ def trials(selection: Selection) -> Iterator[Trial]:
     """Yield the trials that an engine must pass before it answers from a selection."""
     for place, manifest in enumerate(selection.injected):
         yield Trial(manifest, selection, place)
-
-
-def other_weights(manifest: Manifest, engine: Fingerprint | None) -> str:
-    """Return in which weights a cartridge that an engine takes is of another model; empty where it is of the engine's.
-
-    `engine` is None where only the engine's own are taken.
-    """
-    return "" if engine is None else "; ".join(manifest.fingerprint.base.differences(engine))
 
 
 def _in_fp8(config: VllmConfig) -> bool:

@@ -204,19 +204,19 @@ def path_of(scope: Any) -> str:
     return scope.get("path", "").removeprefix(scope.get("root_path", ""))
 
 
-def note(used: str, *, notice: str = "", is_pending: bool = False) -> None:
+def note(used: str, *, notice: str = "", pending: int = 0) -> None:
     """Send `X-Cartridges: used` with the response of the current request; the last call before it starts counts.
 
     A `notice` about what was used goes with it, in `X-Cartridges-Notice`.
 
-    While the last one `is_pending` the response does not start: what was injected is known with the first token only.
+    While the last one is `pending` the response does not start: what was injected is known with the first token only.
     """
     exchange = current()
     exchange.headers[_NAMES.encode()] = used.encode("ascii", "replace")
     exchange.headers.pop(_NOTICE, None)
     if notice:
         exchange.headers[_NOTICE] = notice.encode("ascii", "replace")
-    exchange.pending = is_pending
+    exchange.pending = pending
 
 
 def hold(prompts: int, used: str = "") -> None:
@@ -224,7 +224,7 @@ def hold(prompts: int, used: str = "") -> None:
     exchange = current()
     exchange.pending = max(exchange.pending + prompts, 0)
     if used:
-        exchange.headers[_NAMES.encode()] = used.encode("ascii", "replace")
+        note(used, pending=exchange.pending)
 
 
 def is_noted() -> bool:

@@ -204,7 +204,8 @@ def lmcache_command(
     Its ports are free ones but for `port`.
     """
     http_port, largest = free_port(), _largest_bytes(settings)
-    l1_bytes = l1_bytes or l1_size_bytes(largest) * (2 if saves else 1)
+    # LMCache reserves memory for a whole prefix or refuses it, once for each request that is cold at the same time.
+    l1_bytes = l1_bytes or max(_LEAST_L1_BYTES, _COLD_AT_ONCE * largest) * (2 if saves else 1)
     adapter = {
         "type": "plugin",
         "module_path": "lmcache_cartridge.engine.l2",
@@ -232,14 +233,6 @@ def lmcache_command(
 def control_path(port: int) -> str:
     """Return where the adapter of the LMCache server at `port` listens for workers: short, and nobody else's."""
     return f"{frames.parent()}/lmcache-cartridge-{os.getuid()}/{port}.sock"
-
-
-def l1_size_bytes(largest_bytes: int) -> int:
-    """Return how much memory LMCache needs for its own copies of cartridges of which the largest has `largest_bytes`.
-
-    LMCache reserves memory for a whole prefix or refuses it, once for each request that is cold at the same time.
-    """
-    return max(_LEAST_L1_BYTES, _COLD_AT_ONCE * largest_bytes)
 
 
 def l1_watermark(l1_bytes: int, largest_bytes: int) -> float:

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from vllm import LLM, SamplingParams
@@ -34,14 +34,12 @@ if TYPE_CHECKING:
 _engines: weakref.WeakKeyDictionary[LLM, _Engine] = weakref.WeakKeyDictionary()
 
 
-def engine_arguments(
-    settings: Settings, *, chunk_tokens: int = 256, on_load_failure: Literal["fail", "recompute"] = "fail"
-) -> dict[str, Any]:
+def engine_arguments(settings: Settings, *, chunk_tokens: int = 256) -> dict[str, Any]:
     """Return keyword arguments for `LLM(model, ...)`, having written the LMCache YAML and set its environment.
 
     Call it before `LLM` starts the engine; arguments of your own go beside these.
     """
-    launch = plan("", settings, chunk_tokens=chunk_tokens, on_load_failure=on_load_failure)
+    launch = plan("", settings, chunk_tokens=chunk_tokens)
     launch.write()
     os.environ.update(launch.environment)
     return launch.engine

@@ -143,16 +143,11 @@ def _end_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def lmcache_words() -> list[str]:
-    """Return the arguments of LMCache's program: those of this one, and the places that stand in `$L2_ADAPTERS`."""
-    more = json.loads(os.environ.get(L2_ADAPTERS, "[]"))
-    return [*sys.argv[1:], *(word for other in more for word in ("--l2-adapter", other))]
-
-
 if __name__ == "__main__":
     if sys.argv[1] == "server":
         from lmcache.cli.main import main
 
-        main(lmcache_words())
+        more = json.loads(os.environ.get(L2_ADAPTERS, "[]"))
+        main([*sys.argv[1:], *(word for other in more for word in ("--l2-adapter", other))])
     else:
         sys.exit(run_pair(json.loads(sys.argv[1]), sys.argv[2:]))

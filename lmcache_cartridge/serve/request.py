@@ -159,9 +159,9 @@ def read_model(model: Any, bases: Sequence[str], aliases: Mapping[str, Sequence[
 
 
 def read_flag(value: Any, what: str) -> bool:
-    """Return what true, false, 1 or 0 means. Raises `Refusal` for anything else."""
+    """Return what a boolean means, or the text true, false, 1 or 0. Raises `Refusal` for anything else."""
     flag = {"true": True, "1": True, "false": False, "0": False}.get(str(value).strip().lower())
-    if flag is None:
+    if flag is None or not isinstance(value, str | bool):
         raise Refusal(400, f"{what} must be true or false")
     return flag
 

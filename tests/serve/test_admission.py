@@ -26,6 +26,7 @@ with quietly():
 from lmcache_cartridge.artifact import reading
 from lmcache_cartridge.artifact.reading import MANIFEST, PAYLOAD
 from lmcache_cartridge.engine.control import ControlServer
+from lmcache_cartridge.errors import RegistryError
 from lmcache_cartridge.serve.request import Reference, Refusal
 from lmcache_cartridge.settings import from_mapping
 
@@ -77,7 +78,9 @@ def _run(coroutine: Coroutine) -> Any:
 
 async def _admit(admission: Admission, *ids: str, **options: Any) -> tuple[str, bool]:
     """Let a request in and out again; return what it was let in with, and whether that is its KV."""
-    async with admission.admit(await admission.resolve([Reference(id=name, **options) for name in ids])) as claim:
+    async with admission.admit(
+        await admission.resolve([Reference(id=name, **options) for name in ids]), id, None
+    ) as claim:
         assert not claim.is_text
         return claim.selection.names, claim.is_whole
 
@@ -88,6 +91,19 @@ async def _status(admission: Admission, *ids: str, **options: Any) -> int:
     except Refusal as refusal:
         return refusal.status
     return 200
+
+
+def test_workers_are_asked_for_their_numbers_though_contexts_cannot_be_tidied_up(serve, vllm_log):
+    admission = serve()
+
+    def tidy() -> None:
+        raise RegistryError("database is locked")
+
+    admission.maker = SimpleNamespace(tidy=tidy)
+    for _ in range(2):
+        (rank,) = _run(admission.numbers())
+        assert rank["served"] == 1
+    assert vllm_log.text.count("database is locked") == 1
 
 
 # Files and sources that hang.

@@ -114,7 +114,7 @@ def run(serve):  # noqa: F811
 async def _ask(admission: Admission, *names: str) -> str | int:
     """Return `kv` or `document` for a request that is let in, else the status."""
     try:
-        async with admission.admit(await admission.resolve([Reference(id=name) for name in names])) as claim:
+        async with admission.admit(await admission.resolve([Reference(id=name) for name in names]), id, None) as claim:
             return "document" if claim.is_text else "kv"
     except Refusal as refusal:
         return refusal.status
@@ -187,7 +187,7 @@ def test_one_that_fails_is_set_aside_on_this_engine_alone(run, store, home):
         assert len(engine.asked) == 3
         assert _outcome(admission, "a") == "failed"
         with pytest.raises(Unservable, match="a@1 is set aside on this engine: .*logprobs differ"):
-            await admission.admit(await admission.resolve([Reference(id="a")])).__aenter__()
+            await admission.admit(await admission.resolve([Reference(id="a")]), id, None).__aenter__()
 
     run(work)
     assert store.refused() == {}, "its bytes are sound, and a copy with another canary may be served"
