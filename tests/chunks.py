@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from waiting import until
 
+from lmcache_cartridge.artifact.cartridge import Segment
+from lmcache_cartridge.artifact.model import Fingerprint
 from lmcache_cartridge.library.index import ChunkKey
+from lmcache_cartridge.memory.codec import decode, encode
+from lmcache_cartridge.memory.layout import ChunkShape, heads_view, to_heads
+from lmcache_cartridge.memory.loader import ChunkLoader
 from lmcache_cartridge.memory.loads import ChunkSource
-
-if TYPE_CHECKING:
-    from lmcache_cartridge.artifact.cartridge import Segment
-    from lmcache_cartridge.artifact.model import Fingerprint
-    from lmcache_cartridge.memory.loader import ChunkLoader
+from lmcache_cartridge.sources.sources import Sources
 
 
 class one_by_one(ChunkSource):  # noqa: N801
@@ -41,6 +41,15 @@ def load(loader: ChunkLoader, segments: Sequence[Segment], chunk: int, out: torc
         copied(loader)
 
 
+def served(segments: Sequence[Segment], tokens: int, chunk: int = 0) -> torch.Tensor:
+    """Return a chunk of so many tokens as an engine with all heads is served it, canonical."""
+    model = segments[-1].cartridge.manifest.fingerprint
+    shape = ChunkShape(model.kv_heads, model.layers, tokens, model.head_size, model.dtype, model.planes)
+    out = torch.empty(shape.size_bytes, dtype=torch.uint8)
+    load(ChunkLoader(Sources(), shape, range(model.kv_heads), "heads"), segments, chunk, out)
+    return heads_view(out, shape)
+
+
 def copied(loader: ChunkLoader) -> None:
     """Wait until the disk tier has its copies."""
     until(lambda: not loader._counts["unwritten"])
@@ -48,9 +57,6 @@ def copied(loader: ChunkLoader) -> None:
 
 def in_int8(kv: torch.Tensor, shape: Fingerprint, stored: int) -> torch.Tensor:
     """Return canonical KV as it comes back from an int8 payload in chunks of `stored`."""
-    from lmcache_cartridge.memory.codec import decode, encode
-    from lmcache_cartridge.memory.layout import to_heads
-
     found = []
     for chunk in kv.split(stored, dim=2):
         heads = torch.full_like(to_heads(chunk), float("nan"))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 import torch
-from chunks import load
+from chunks import served
 from making import make_artifact
 from transformers import (
     AutoModelForCausalLM,
@@ -41,9 +41,6 @@ from lmcache_cartridge.artifact.cartridge import Cartridge, Segment
 from lmcache_cartridge.artifact.model import Rope
 from lmcache_cartridge.cli.recall import MODEL_DIR
 from lmcache_cartridge.make.model import CausalModel
-from lmcache_cartridge.memory.layout import ChunkShape, heads_view
-from lmcache_cartridge.memory.loader import ChunkLoader
-from lmcache_cartridge.sources.sources import Sources
 
 HEAD_SIZE = 32
 """The smallest that vLLM's CPU attention takes."""
@@ -207,12 +204,7 @@ def chain(cartridges: list[Cartridge], layers: tuple[int, ...] | None = None) ->
         manifest = msgspec.structs.replace(cartridge.manifest, fingerprint=shape)
         segments.append(Segment(cartridge._replace(manifest=manifest), offset))
         offset += manifest.positions
-    chunk = ChunkShape(
-        shape.kv_heads, shape.layers, offset, shape.head_size, shape.dtype, shape.planes
-    )  # all of it in one
-    out = torch.empty(chunk.size_bytes, dtype=torch.uint8)
-    load(ChunkLoader(Sources(), chunk, range(shape.kv_heads), "heads"), segments, 0, out)
-    return heads_view(out, chunk)
+    return served(segments, offset)
 
 
 def _rotating(rope: Rope, layers: tuple[int, ...]) -> Rope:

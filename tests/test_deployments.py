@@ -33,33 +33,17 @@ KSERVE = CONFIGS / "kserve" / "llm-inference-service.yaml"
 COMPOSE = CONFIGS / "docker" / "compose.yaml"
 DOCKERFILES = [CONFIGS / "docker" / "Dockerfile", CONFIGS / "docker" / "Dockerfile.cpu"]
 
-# The keys that the templates of vllm-stack 0.1.12 read, of those that its values.schema.json lists or they name.
 CHART: dict[str, set[str]] = {
-    "": {"servingEngineSpec", "routerSpec", "cacheserverSpec", "extraObjects", "sharedPvcStorage", "loraController"},
-    "servingEngineSpec": {
-        "configs", "containerPort", "containerSecurityContext", "enableEngine", "env", "extraPorts", "imagePullPolicy",
-        "labels", "livenessProbe", "modelSpec", "readinessProbe", "runtimeClassName", "schedulerName",
-        "securityContext", "servicePort", "startupProbe", "strategy", "tolerations", "vllmApiKey",
-    },
+    "": {"servingEngineSpec", "routerSpec", "extraObjects"},
+    "servingEngineSpec": {"modelSpec", "runtimeClassName", "strategy"},
     "modelSpec": {
-        "affinity", "annotations", "chatTemplate", "enabled", "env", "envFromSecret", "extraVolumeMounts",
-        "extraVolumes", "hf_token", "imagePullSecret", "initContainer", "limitCPU", "limitMemory", "lmcacheConfig",
-        "modelURL", "name", "nodeSelectorTerms", "podLabels", "pvcAccessMode", "pvcExistingClaimName", "pvcStorage",
-        "replicaCount", "repository", "requestCPU", "requestGPU", "requestGPUType", "requestMemory", "resources",
-        "runtimeClassName", "shmSize", "storageClass", "tag", "tolerations", "vllmConfig",
+        "env", "envFromSecret", "extraVolumeMounts", "extraVolumes", "lmcacheConfig", "modelURL", "name", "pvcAccessMode",
+        "pvcStorage", "replicaCount", "repository", "requestCPU", "requestGPU", "requestMemory", "tag", "vllmConfig",
     },
-    "vllmConfig": {
-        "dtype", "enableChunkedPrefill", "enablePrefixCaching", "extraArgs", "gpuMemoryUtilization", "maxLoras",
-        "maxModelLen", "maxNumSeqs", "prometheusMultiprocDir", "tensorParallelSize",
-    },
-    "routerSpec": {
-        "affinity", "env", "extraArgs", "extraVolumeMounts", "extraVolumes", "k8sServiceDiscoveryType", "labels",
-        "replicaCount", "repository", "resources", "routingLogic", "serviceDiscovery", "servicePort", "serviceType",
-        "sessionKey", "tag", "vllmApiKey",
-    },
+    "vllmConfig": {"enablePrefixCaching", "extraArgs", "maxModelLen"},
+    "routerSpec": {"env", "extraArgs", "extraVolumeMounts", "extraVolumes", "routingLogic", "sessionKey"},
 }  # fmt: skip
-CHART_REQUIRES = {"name", "repository", "tag", "modelURL", "requestCPU", "requestMemory", "requestGPU", "replicaCount"}
-CHART_LOGICS = {"roundrobin", "session", "prefixaware", "kvaware", "disaggregated_prefill"}
+"""What we give of the keys that the templates of vllm-stack 0.1.12 read, which ignore others: look there before one is added."""
 PLUGINS = {
     "core-metrics-extractor", "endpoint-notification-source", "kv-cache-utilization-scorer", "lora-affinity-scorer",
     "max-score-picker", "metrics-data-source", "precise-prefix-cache-producer", "prefix-cache-scorer", "queue-scorer",
@@ -132,7 +116,7 @@ def test_the_production_stack_gets_keys_that_its_chart_reads():
     for part in ("servingEngineSpec", "routerSpec"):
         assert values[part].keys() <= CHART[part]
     for engine in _engines(values):
-        assert CHART_REQUIRES <= engine.keys() <= CHART["modelSpec"]
+        assert engine.keys() <= CHART["modelSpec"]
         assert engine["vllmConfig"].keys() <= CHART["vllmConfig"]
     assert len({engine["name"] for engine in _engines(values)}) == len(_engines(values)) == 2
 
@@ -172,7 +156,7 @@ def test_the_production_stack_has_one_library_and_a_disk_tier_on_its_volume():
 def test_the_production_stacks_router_has_our_callback(monkeypatch):
     values = _one(STACK)
     router, env = values["routerSpec"], {v["name"]: v["value"] for v in values["routerSpec"]["env"]}
-    assert router["routingLogic"] == "session" and router["routingLogic"] in CHART_LOGICS
+    assert router["routingLogic"] == "session"
     option, callback = router["extraArgs"]
     module_name, _, instance = callback.rpartition(".")
     assert option == "--callbacks"
@@ -421,7 +405,3 @@ def test_the_command_in_compose_is_one_that_serve_takes(tmp_path, monkeypatch, c
         assert words in printed
 
 
-@pytest.mark.parametrize("path", [STACK, LLM_D, ENGINES, KSERVE, COMPOSE, *DOCKERFILES], ids=lambda path: path.name)
-def test_config_prints_it(path, capsys):
-    assert main(["config", path.relative_to(CONFIGS).as_posix()]) == 0
-    assert capsys.readouterr().out == path.read_text(encoding="utf-8")

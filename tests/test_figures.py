@@ -158,36 +158,6 @@ def test_of_contenders_whose_figures_are_not_shown_the_ends_stand_there(results)
     assert results.said().endswith(f"|\n\n{ends}") and results.said(tables=False) == ends
 
 
-def test_of_the_qualities_the_best_press_of_a_length_stands_there(results):
-    ways = {"compact 4x": 99, "APress 4x": 30, "BPress 4x": 40, "APress 8x": 20, "train 4x, not refined": 98}
-    some = [report.Figure.share(n, 100, "exact answers", model="model", way=way) for way, n in ways.items()]
-    some += [report.Figure.of([9.0], "making", "s", model=m, way="compact 4x") for m in ("model", "other")]
-    results.write(benchmark="quality", figures=some)
-    said = results.said("quality")
-    assert re.findall(r"^\| (\w.*?) \|", said, re.M) == ["way", "compact 4x", "BPress 4x", "APress 8x"]
-    assert "making, ms, model |" in said and "other" not in said
-
-
-def test_what_was_measured_on_the_same_is_said_once(results):
-    results.write("other.json", note="beside other work")
-    one, other = figures.about(results.read().of("ttft")).splitlines()
-    assert " cores of " in one and "on the same" not in one
-    assert "; on the same; commit " in other and " cores of " not in other
-    assert [("; beside other work;" in line) for line in (one, other)].count(True) == 1
-
-
-def test_what_all_cases_have_in_common_stands_before_the_table():
-    some = [report.Figure.of([s], "request", "s", asked=name, servers=8) for name, s in (("score", 1.0), ("pick", 2.0))]
-    assert figures.measured(some).splitlines() == [
-        "servers = 8:",
-        "",
-        "| asked | request, ms |",
-        "| --- | --- |",
-        "| score | 1,000 |",
-        "| pick | 2,000 |",
-    ]
-
-
 def test_a_result_of_the_smallest_form_is_in_no_page(results):
     results.write(form="smoke")
     assert results.read().of("ttft") == []

@@ -15,20 +15,15 @@ from typing import Any, NamedTuple
 
 import msgspec
 import pytest
-import torch
-from chunks import load
-from making import make_artifact
+from chunks import served
+from making import heads_bytes, make_artifact
 
 from lmcache_cartridge.artifact import reading
 from lmcache_cartridge.artifact.cartridge import Cartridge, Segment
 from lmcache_cartridge.artifact.manifest import MAX_TOKENS, Manifest, content_digest, decode
 from lmcache_cartridge.artifact.reading import MANIFEST, PAYLOAD
 from lmcache_cartridge.errors import ArtifactError, CartridgeError, WrongDtype, WrongShape
-from lmcache_cartridge.memory.layout import ChunkShape
-from lmcache_cartridge.memory.loader import ChunkLoader
-from lmcache_cartridge.sources.sources import Sources
 
-_SOURCES = Sources()
 LIMIT_BYTES = 4 << 20
 """What reading one small artefact may allocate at most, whatever it claims to be. The largest in here is 600 KiB."""
 _VALUES = [
@@ -58,10 +53,7 @@ def made(request, root):
 
 
 def _served(manifest: Manifest, root: Path, chunk: int) -> bytes:
-    shape = ChunkShape(2, 1, 16, 8, "bfloat16")
-    out, loader = torch.empty(shape.size_bytes, dtype=torch.uint8), ChunkLoader(_SOURCES, shape, range(2), "heads")
-    load(loader, [Segment(Cartridge(manifest, root, str(root)), 0)], chunk, out)
-    return out.numpy().tobytes()
+    return heads_bytes(served([Segment(Cartridge(manifest, root, str(root)), 0)], 16, chunk))
 
 
 def _paths(node: Any, path: tuple = ()) -> list[tuple]:

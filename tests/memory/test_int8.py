@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import json
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 import torch
-from chunks import in_int8, load
+from chunks import in_int8, served
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from making import flip_bit, make_artifact, make_fingerprint, make_kv, make_rope
@@ -23,25 +22,13 @@ from lmcache_cartridge.artifact.manifest import decode as decode_manifest
 from lmcache_cartridge.artifact.reading import PAYLOAD, chunk_range, verify
 from lmcache_cartridge.errors import CorruptChunk, ManifestError, NonFiniteKV
 from lmcache_cartridge.memory.codec import encode
-from lmcache_cartridge.memory.layout import DTYPES, ChunkShape, heads_view, to_heads
-from lmcache_cartridge.memory.loader import ChunkLoader
-from lmcache_cartridge.sources.sources import Sources
+from lmcache_cartridge.memory.layout import DTYPES, to_heads
 
 CHUNK = 16
 
 
 def _load(manifest: Manifest, root: Path, chunk: int) -> torch.Tensor:
-    """Return a chunk as an engine is served it, canonical."""
-    model = manifest.fingerprint
-    shape = ChunkShape(model.kv_heads, model.layers, CHUNK, model.head_size, model.dtype)
-    out = torch.empty(shape.size_bytes, dtype=torch.uint8)
-    load(
-        ChunkLoader(Sources(), shape, range(model.kv_heads), "heads"),
-        [Segment(Cartridge(manifest, root, str(root)), 0)],
-        chunk,
-        out,
-    )
-    return heads_view(out, shape)
+    return served([Segment(Cartridge(manifest, root, str(root)), 0)], CHUNK, chunk)
 
 
 @pytest.fixture
@@ -145,20 +132,6 @@ def test_what_int8_cannot_hold_is_refused_when_it_is_made(dtype):
             encode(to_heads(kv), shape)
         kv[plane, 1, 3, 1, 5] = 0.98 * largest
         assert in_int8(kv, shape, 16).isfinite().all()
-
-
-@pytest.mark.parametrize("encoding", ["fp4", "INT8", "", "../x", None, 8, ["int8"]])
-def test_an_unknown_encoding_is_refused_by_its_name(made, encoding):
-    document = json.loads(made.encode())
-    document["payload"]["encoding"] = encoding
-    with pytest.raises(ManifestError, match=r"that this release knows: .* at `\$\.payload\.encoding`"):
-        decode_manifest(json.dumps(document).encode(), "here")
-
-
-def test_a_plain_payload_called_int8_is_refused_even_with_the_right_digest(root):
-    plain = make_artifact(root, positions=80).manifest
-    with pytest.raises(ManifestError, match="its geometry needs"):
-        decode_manifest(_signed(plain, payload=msgspec.structs.replace(plain.payload, encoding="int8")), "here")
 
 
 def test_a_head_larger_than_numpy_can_describe_is_refused_from_the_manifest(made):

@@ -58,10 +58,13 @@ def _kv(dtype: str, tokens: int, size: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("isa", "dtype", "block", "size"), CASES)
-def test_a_packed_chunk_is_what_vllm_writes_and_in_blocks_the_memory_itself(isa, dtype, block, size):
+def test_a_packed_chunk_is_what_vllm_writes_and_in_blocks_the_memory_itself_and_is_unpacked_again(isa, dtype, block, size):
     kv = _kv(dtype, 3 * block, size)
     kind, blocks = "vec" if isa == "vec16" else isa, _blocks(isa, kv, block)
-    packed, in_blocks = (_bytes(kv, tiles.layout(kind, block, blocks=whole)) for whole in (False, True))
+    names = [tiles.layout(kind, block, blocks=whole) for whole in (False, True)]
+    packed, in_blocks = (_bytes(kv, name) for name in names)
+    for each, name in zip((packed, in_blocks), names, strict=True):
+        assert torch.equal(tiles.unpack(each, _shape(kv), name), kv)
     assert torch.equal(packed, blocks.transpose(2, 3).contiguous().flatten().view(torch.uint8)), "what LMCache moves"
     assert torch.equal(in_blocks, blocks.flatten().view(torch.uint8))
 
@@ -75,17 +78,6 @@ def test_tiles_for_amx_lie_as_they_are_described():
     tiled = _bytes(kv, tiles.layout("amx", block, blocks=True)).view(kv.dtype).view(LAYERS, 2, HEADS, 2, -1)
     found = torch.stack([tiled[:, :, :, 0, keys], tiled[:, :, :, 1, values]])  # [plane, L, block, H, token, D]
     assert torch.equal(found.transpose(3, 4).flatten(2, 3), kv)
-
-
-@pytest.mark.parametrize("blocks", [False, True])
-@pytest.mark.parametrize(("isa", "dtype", "block", "size"), CASES[::3])
-def test_what_was_packed_can_be_unpacked(isa, dtype, block, size, blocks):
-    kv = _kv(dtype, 3 * block, size)
-    name = tiles.layout("vec" if isa == "vec16" else isa, block, blocks=blocks)
-    packed = _bytes(kv, name)
-    before = packed.clone()
-    assert torch.equal(tiles.unpack(packed, _shape(kv), name), kv)
-    assert torch.equal(packed, before)
 
 
 @pytest.mark.parametrize(("name", "tokens", "size"), [("vec/128", 192, 64), ("amx/32", 64, 40), ("amx/24", 48, 64)])
