@@ -15,6 +15,7 @@ from waiting import Clock, until
 from lmcache_cartridge.artifact.model import Fingerprint
 from lmcache_cartridge.artifact.reading import PAYLOAD, load_token_ids
 from lmcache_cartridge.library.catalog import Catalog
+from lmcache_cartridge.library.quarantine import Quarantine
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.settings import Settings
 
@@ -46,6 +47,7 @@ class Home:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.registry = Registry(path / "registry.sqlite")
+        self.quarantine = Quarantine(path / "quarantine")
         self._opened: list[CartridgeStore] = []
         self.made: dict[str, Made] = {}
 
@@ -57,7 +59,11 @@ class Home:
     def check_served(self, store: CartridgeStore, *names: str) -> None:
         """Compare what a store answers from cartridges, that of `make` without a name."""
         for name in names or ("doc",):
-            assert_served(store, self.made[name], prompt_for(self, self.made[name], name))
+            assert_served(store, self.made[name], self.prompt(name))
+
+    def prompt(self, name: str = "doc") -> Prompt:
+        """Return a prompt that begins with one of `make`."""
+        return prompt_for(self, self.made[name], name)
 
     def root(self, name: str = "doc") -> Path:
         return self.path / "cartridges" / name / "1"
@@ -153,6 +159,13 @@ def assert_served(store: CartridgeStore, made: Made, prompt: Prompt) -> None:
 def read(claim: Claim) -> Claim:
     """Wait until what a claim is on was read, and return the claim."""
     until(lambda: not claim.poll().opening)
+    return claim
+
+
+def claimed(store: CartridgeStore, tag: str, places: dict[str, Any] | None = None) -> Claim:
+    """Claim what a tag says, wait until all of it is there, and return the claim."""
+    claim = store.claim(tag, places or {})
+    until(lambda: claim.poll().ready)
     return claim
 
 

@@ -35,6 +35,10 @@ class Made(NamedTuple):
     manifest: Manifest
     kv: torch.Tensor
 
+    @property
+    def digest(self) -> str:
+        return self.manifest.digest
+
 
 def make_rope(*, rotary_dim: int = 64, kind: str = "default", attention_factor: float = 1.0) -> Rotation:
     """Return plain RoPE with theta 10000."""

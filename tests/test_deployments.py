@@ -403,5 +403,3 @@ def test_the_command_in_compose_is_one_that_serve_takes(tmp_path, monkeypatch, c
     printed = capsys.readouterr().out
     for words in ("--host 0.0.0.0", "--port 8000", "--served-model-name llama", 'library: "s3://cartridges/fleet"'):
         assert words in printed
-
-

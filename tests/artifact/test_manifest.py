@@ -170,7 +170,10 @@ def test_a_size_that_is_no_sane_number_is_refused(manifest, field, value):
         ({"payload__checksums__1__0": "00"}, "length"),
         ({"payload__size_bytes": 4096}, "its geometry needs"),
         ({"payload__encoding": "int8"}, "its geometry needs"),
-        *(({"payload__encoding": name}, r"that this release knows: .* at `\$\.payload\.encoding`") for name in ("fp4", "", 8)),
+        *(
+            ({"payload__encoding": name}, r"that this release knows: .* at `\$\.payload\.encoding`")
+            for name in ("fp4", "", 8)
+        ),
         ({"tokens__file": "token_ids.npy"}, "must be inline, all of them, or in their file"),
         ({"tokens__inline": None}, "must be inline, all of them, or in their file"),
         ({"tokens__inline": [1, 2]}, "must be inline, all of them, or in their file"),

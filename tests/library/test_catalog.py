@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import msgspec
 import pytest
-from homes import GRACE_S, Home, Prompt, assert_served, catalog_of, chunk_bytes, lent, prompt_for, read
+from homes import GRACE_S, Home, Prompt, assert_served, catalog_of, chunk_bytes, claimed, lent, prompt_for, read
 from making import Made, flip_bit, make_artifact, make_fingerprint, make_ids, make_rope
 from waiting import until
 
 from lmcache_cartridge.artifact.cartridge import Place
 from lmcache_cartridge.artifact.reading import PAYLOAD
 from lmcache_cartridge.errors import CartridgeNotFound, RegistryError
-from lmcache_cartridge.library.quarantine import Quarantine
+from lmcache_cartridge.library import workers
 from lmcache_cartridge.library.workers import noted
-from lmcache_cartridge.settings import Settings
 
 CHAINABLE = make_fingerprint(rope=msgspec.structs.replace(make_rope(), pairing="half"))
 
@@ -31,7 +31,7 @@ def _place(root: Path) -> Place:
 
 def test_what_was_promised_before_a_removal_is_delivered(home, opened):
     made = home.make()
-    store, prompt = opened(), prompt_for(home, made)
+    store, prompt = opened(), home.prompt()
     assert store.lookup(prompt.hashes) == 4
     home.registry.remove("doc")
     store.refresh()
@@ -45,10 +45,9 @@ def test_what_was_promised_before_a_removal_is_delivered(home, opened):
 @pytest.mark.parametrize("kind", ["prefill", "trained"])
 def test_a_request_that_has_a_removed_cartridge_is_served_to_its_end(home, opened, clock, kind):
     made = home.make(kind=kind, positions=64)
-    digest = made.manifest.digest
-    store, prompt = opened(), prompt_for(home, made)._replace(tag=digest)
-    claim = store.claim(digest, {})
-    until(lambda: claim.poll().ready)
+    digest = made.digest
+    store, prompt = opened(), home.prompt()._replace(tag=digest)
+    claim = claimed(store, digest)
     home.registry.remove("doc")
     for _ in range(3):
         store.refresh()
@@ -64,10 +63,7 @@ def test_a_request_that_has_a_removed_cartridge_is_served_to_its_end(home, opene
 
 
 def test_a_chain_with_a_removed_cartridge_is_forgotten_with_it(home, opened, clock):
-    digests = [
-        home.make(name, positions=32, seed=seed, fingerprint=CHAINABLE).manifest.digest
-        for seed, name in enumerate("ab")
-    ]
+    digests = [home.make(name, positions=32, seed=seed, fingerprint=CHAINABLE).digest for seed, name in enumerate("ab")]
     tag, store = ".".join(digests), opened(fingerprint=CHAINABLE)
     catalog = catalog_of(store)
     claim = read(store.claim(tag, {}))
@@ -85,8 +81,8 @@ def test_a_chain_with_a_removed_cartridge_is_forgotten_with_it(home, opened, clo
 
 
 def test_what_is_removed_and_registered_again_where_it_is_not_sound_is_refused(home, opened, clock):
-    made = home.make()
-    store, prompt = opened(), prompt_for(home, made)
+    home.make()
+    store, prompt = opened(), home.prompt()
     bad = shutil.copytree(home.root(), home.path / "bad")
     home.registry.remove("doc")
     store.refresh()
@@ -113,7 +109,7 @@ def test_a_cartridge_that_moved_is_read_where_it_is_sound(home, opened, gone):
     home.registry.register(shutil.copytree(home.root(), home.path / "elsewhere"))
     if gone == "elsewhere":
         shutil.rmtree(home.path / "elsewhere")
-    prompt = prompt_for(home, made)
+    prompt = home.prompt()
     store.refresh()
     if gone == "here":
         home.root().rename(home.path / "away")
@@ -148,13 +144,13 @@ def test_what_was_served_is_served_on_without_its_registry_and_later_changes_are
     assert store.names() == ["doc@1", "later@1"]
 
 
-def test_the_keeper_complains_now_and_then_and_goes_on(home, caplog):
+def test_the_keeper_complains_now_and_then_and_goes_on(home, caplog, monkeypatch):
+    monkeypatch.setattr(workers, "_noted", Counter())  # other tests' errors are none of its
     store = home.open(settings={"reload_s": 0.01})
     away = home.registry.path.rename(home.path / "away")
     with caplog.at_level(logging.WARNING, "lmcache_cartridge.library.workers"):
-        before = noted()
-        until(lambda: noted() > before + 8)
-        count = noted() - before
+        until(lambda: noted() > 8)
+        count = noted()
     assert 3 <= len(caplog.records) <= count.bit_length() + 1 < count  # at its first time, its second, fourth and so on
     assert caplog.records[0].getMessage() == f"cartridge-read goes on: registry {home.registry.path} is gone"
     away.rename(home.registry.path)
@@ -186,15 +182,14 @@ def test_the_keeper_outlives_an_error_that_nobody_thought_of(home, place, monkey
 def test_a_quarantine_by_another_process_is_followed_and_its_end_too(home, opened):
     made = home.make(seed=1)
     home.make("other", seed=2)
-    store, prompt = opened(), prompt_for(home, made)
-    elsewhere = Quarantine(Settings(home=home.path).quarantine_dir)
-    elsewhere.put(made.manifest.digest, "chunk 3 is corrupt")
+    store, prompt = opened(), home.prompt()
+    home.quarantine.put(made.digest, "chunk 3 is corrupt")
     store.refresh()
     assert (store.refused(), store.names()) == ({"doc@1": "quarantined: chunk 3 is corrupt"}, ["other@1"])
     assert store.lookup(prompt.hashes) == 0
-    assert "corrupt" in store.claim(made.manifest.digest, {}).poll().refused
+    assert "corrupt" in store.claim(made.digest, {}).poll().refused
     home.check_served(store, "other")
-    elsewhere.lift(made.manifest.digest)
+    home.quarantine.lift(made.digest)
     store.refresh()
     assert store.refused() == {}
     assert_served(store, made, prompt)
@@ -205,9 +200,9 @@ def test_a_quarantine_by_another_process_is_followed_and_its_end_too(home, opene
 
 def _copies(home: Home, copy: str, kind: str) -> tuple[Made, Prompt]:
     made = [home.make(name, positions=64, seed=1, token_ids=make_ids(64, 7), kind=kind) for name in ("m", copy)]
-    assert made[0].manifest.digest == made[1].manifest.digest
+    assert made[0].digest == made[1].digest
     flip_bit(home.payload(copy), 40_000)
-    return made[0], prompt_for(home, made[0], "m")
+    return made[0], home.prompt("m")
 
 
 last = pytest.mark.parametrize("copy", ["zcopy", "acopy"])
@@ -223,7 +218,7 @@ def test_a_flipped_bit_in_one_copy_takes_nothing_from_the_other(home, opened, co
         other = find()
         other.refresh()
         until(lambda: not other.refused())  # noqa: B023
-        other.evict(made.manifest.digest)
+        other.evict(made.digest)
         assert_served(other, made, prompt)
         assert (sorted(other.names()), other.refused()) == (sorted(["m@1", f"{copy}@1"]), {})
 
@@ -233,13 +228,13 @@ def test_a_flipped_bit_in_one_copy_takes_nothing_from_the_other(home, opened, co
 def test_where_every_copy_is_damaged_it_is_refused_until_one_is_sound(home, opened, copy, kind):
     made, prompt = _copies(home, copy, kind)
     flip_bit(home.payload("m"), 40_000)
-    store, digest = opened(), made.manifest.digest
+    store, digest = opened(), made.digest
     for _ in range(3):
         assert store.lookup(prompt.hashes, digest) < 4
     until(lambda: len(store.refused()) == 2)
     assert store.claim(digest, {}).poll().refused
     flip_bit(home.payload("m"), 40_000)
-    Quarantine(home.path / "quarantine").lift(digest, str(home.root("m")))
+    home.quarantine.lift(digest, str(home.root("m")))
     fresh = opened()
     until(lambda: fresh.lookup(prompt.hashes, digest) == 4)
     assert fresh.refused() == {}
@@ -250,9 +245,8 @@ def test_where_every_copy_is_damaged_it_is_refused_until_one_is_sound(home, open
 
 def test_a_document_named_by_its_path_answers_its_tag_and_no_plain_prompt(home, opened):
     made = make_artifact(home.root(), positions=72)
-    store, digest, prompt = opened(), made.manifest.digest, prompt_for(home, made)
-    claim = read(store.claim(digest, {digest: _place(home.root())}))
-    until(lambda: claim.poll().ready)
+    store, digest, prompt = opened(), made.digest, prompt_for(home, made)
+    claim = claimed(store, digest, {digest: _place(home.root())})
     assert (store.names(), store.refused(), store.lookup(prompt.hashes)) == ([], {}, 0)
     assert_served(store, made, prompt._replace(tag=digest))
     claim.close()
@@ -264,7 +258,7 @@ def test_a_document_named_by_its_path_answers_its_tag_and_no_plain_prompt(home, 
 @pytest.mark.parametrize("sound", [True, False])
 def test_what_was_named_by_its_path_is_forgotten_when_nobody_uses_it(home, opened, clock, sound):
     made = make_artifact(home.root(), positions=72)
-    digest, place = made.manifest.digest, _place(home.root())
+    digest, place = made.digest, _place(home.root())
     if not sound:
         shutil.rmtree(home.root())
     store = opened()
@@ -287,7 +281,7 @@ def test_what_was_named_by_its_path_is_forgotten_when_nobody_uses_it(home, opene
 @pytest.mark.parametrize("seen", [True, False], ids=["removal seen", "removal not seen"])
 def test_what_is_gone_from_where_it_was_is_read_from_where_a_claim_says(home, opened, named, seen):
     made = home.make(positions=72)
-    store, digest, prompt = opened(), made.manifest.digest, prompt_for(home, made)
+    store, digest, prompt = opened(), made.digest, home.prompt()
     moved = _place(home.path / "moved")
     shutil.move(home.root(), moved.root)
     home.registry.remove("doc")
@@ -295,16 +289,16 @@ def test_what_is_gone_from_where_it_was_is_read_from_where_a_claim_says(home, op
         store.refresh()
     if named:
         home.registry.register(moved.root)
-    claim = read(store.claim(digest, {digest: moved}))
-    until(lambda: claim.poll().ready)
+    claim = claimed(store, digest, {digest: moved})
     assert_served(store, made, prompt._replace(tag=digest))
     assert catalog_of(store).locations(digest) == {moved.location}
     assert store.names() == (["doc@1"] if named else [])
+    claim.close()
 
 
 def test_where_two_copies_are_registered_a_claim_on_one_is_served_from_either(home, opened):
     made = home.make(positions=72)
-    store, digest = opened(), made.manifest.digest
+    store, digest = opened(), made.digest
     copy = _place(home.path / "copy")
     shutil.copytree(home.root(), copy.root)
     home.registry.register(copy.root, version=2)
@@ -313,20 +307,3 @@ def test_where_two_copies_are_registered_a_claim_on_one_is_served_from_either(ho
     for place in (copy, _place(home.root())):
         until(lambda place=place: read(store.claim(digest, {digest: place})).poll().ready)
         assert catalog_of(store).locations(digest) == where
-
-
-def test_an_artefact_on_a_server_that_is_away_leaves_the_others_served(home, opened, monkeypatch):
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
-    home.make("here", seed=1)
-    away = home.make("away", seed=2)
-    home.registry.register(home.root("away"), "s3://bucket/away")
-    store = opened({"s3_endpoint_url": "http://127.0.0.1:1", "s3_region": "x", "s3_timeout_s": 0.2})
-    assert store.names() == ["here@1"]
-    until(lambda: list(store.refused()) == ["away@1"])
-    assert store.claim(away.manifest.digest, {}).poll().refused
-    home.check_served(store, "here")
-    home.registry.register(home.root("away"))
-    store.refresh()
-    assert store.refused() == {}
-    home.check_served(store, "away")

@@ -80,7 +80,7 @@ def test_a_copy_is_private_and_holds_manifest_and_ids_but_no_payload(remote):
     assert sorted(files_under(copy)) == [MANIFEST, "token_ids.npy"]
     for path in [remote.directory, *remote.directory.rglob("*")]:
         assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path
-    manifest = load_manifest(copy, made.manifest.digest, payload=False)
+    manifest = load_manifest(copy, made.digest, payload=False)
     assert manifest == made.manifest
     assert load_token_ids(manifest, copy).tolist() == make_ids(80, 0)
     with pytest.raises(TruncatedPayload):
@@ -128,7 +128,7 @@ def test_a_damaged_copy_is_made_again_by_the_next_process(remote, file, damage):
     if file != MANIFEST:
         (copy / MANIFEST).unlink()  # ids are not looked at as long as the manifest is sound
     assert remote.cache().fetch(remote.location) == copy
-    assert load_token_ids(load_manifest(copy, made.manifest.digest, payload=False), copy) is not None
+    assert load_token_ids(load_manifest(copy, made.digest, payload=False), copy) is not None
 
 
 def test_without_s3_the_known_copy_stands_in_and_is_warned_of_once(remote, caplog):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-from homes import STILL, Home, assert_served, prompt_for
+from homes import STILL, Home
 from making import flip_bit
 from s3 import S3Server, both
 from waiting import until
@@ -76,7 +76,7 @@ class _Remote:
         self.home, self.made = home, home.make(kind="trained", positions=64)
         home.registry.remove("doc")
         self.location = f"s3://{bucket}/doc"
-        self.quarantine = Quarantine(home.path / "quarantine")
+        self.quarantine = home.quarantine
         self.put = partial(server.client.upload_file, Bucket=bucket)
         self.put(str(home.root() / MANIFEST), Key=f"doc/{MANIFEST}")
         flip_bit(home.payload(), chunk_range(self.made.manifest, 3, range(1)).start)
@@ -92,7 +92,7 @@ class _Remote:
 
     def claim(self, store: CartridgeStore) -> str | None:
         """Claim the cartridge by its location until it is there, or return why it will not be."""
-        digest = self.made.manifest.digest
+        digest = self.made.digest
         claim = store.claim(digest, {digest: Place(self.home.root(), self.location)})
         until(lambda: claim.poll().ready or claim.poll().refused)
         claim.close()
@@ -100,7 +100,7 @@ class _Remote:
 
     def serves(self, store: CartridgeStore) -> None:
         assert self.claim(store) is None
-        assert_served(store, self.made, prompt_for(self.home, self.made))
+        self.home.check_served(store)
 
 
 @pytest.fixture
@@ -116,14 +116,14 @@ def test_a_copy_on_s3_that_was_repaired_is_served_again_once_it_was_verified(rem
     store = remote.open() if restart else store
     assert "cartridge doc@1: chunk 3" in remote.claim(store)
     remote.repair()
-    remote.quarantine.lift(remote.made.manifest.digest, remote.location)  # as `verify` does
+    remote.quarantine.lift(remote.made.digest, remote.location)  # as `verify` does
     store.refresh()
     remote.serves(store)
     assert remote.quarantine.notes() == {}
 
 
 def test_evicting_lifts_what_a_copy_on_s3_caused_and_nothing_else(remote):
-    store, digest = remote.open(), remote.made.manifest.digest
+    store, digest = remote.open(), remote.made.digest
     assert remote.claim(store)
     remote.repair()
     store.evict(digest)

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from homes import Home, catalog_of, chunk_bytes, lent, prompt_for, read
+from homes import Home, catalog_of, chunk_bytes, claimed, lent
 from making import flip_bit, make_artifact, make_fingerprint, make_ids, sha256_hasher
 from waiting import run_threads, until
 
@@ -21,11 +21,9 @@ from lmcache_cartridge.artifact import reading
 from lmcache_cartridge.artifact.cartridge import Place
 from lmcache_cartridge.artifact.reading import MANIFEST
 from lmcache_cartridge.library import entries
-from lmcache_cartridge.library.quarantine import Quarantine
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.library.rows import Row
 from lmcache_cartridge.memory.store import CartridgeStore
-from lmcache_cartridge.settings import Settings
 
 
 @pytest.fixture(autouse=True)
@@ -86,7 +84,7 @@ def test_only_what_changed_since_is_read(home, opened, reads):
     assert sorted(reads) == sorted([home.path / "elsewhere", home.root("d")])
     shutil.rmtree(home.root("b"))
     home.check_served(store, *"cd")
-    assert store.lookup(prompt_for(home, home.made["a"], "a").hashes) == 0
+    assert store.lookup(home.prompt("a").hashes) == 0
     assert store.lookup(list(sha256_hasher(16)(make_ids(72, 1)))) == 4
 
 
@@ -97,7 +95,9 @@ def test_what_is_made_for_others_is_refused_at_every_start(home, opened):
     _start_once(home, opened, allow_trained=False)
     store = opened(allow_trained=False)
     assert (sorted(store.refused()), store.names()) == (["foreign@1", "trained@1"], ["good@1"])
-    assert store.claim(foreign.manifest.digest, {}).poll().mismatch
+    assert "needs kv_load_failure_policy: fail" in store.refused()["trained@1"]
+    assert store.lookup(home.prompt("trained").hashes, home.prompt("trained").tag) == 0
+    assert store.claim(foreign.digest, {}).poll().mismatch
     assert sorted(opened(allow_trained=True).names()) == ["good@1", "trained@1"], "another engine took its word"
 
 
@@ -109,7 +109,7 @@ def test_manifests_of_what_is_used_stay_and_of_others_are_read_again(home, opene
     reads.clear()
     for name in "abaca":
         home.check_served(store, name)
-        store.evict(home.made[name].manifest.digest)
+        store.evict(home.made[name].digest)
     assert reads == [home.root(name) for name in "abc"]
     home.check_served(store, "b")
     assert reads[3:] == [home.root("b")]
@@ -140,10 +140,10 @@ def test_rows_of_another_engine_or_registry_are_not_taken(home, opened, reads, m
 def test_what_was_quarantined_since_is_not_served(home, opened):
     made = home.make()
     _start_once(home, opened)
-    Quarantine(Settings(home=home.path).quarantine_dir).put(made.manifest.digest, "corrupt")
+    home.quarantine.put(made.digest, "corrupt")
     store = opened()
     assert (store.names(), store.refused()) == ([], {"doc@1": "quarantined: corrupt"})
-    assert store.lookup(prompt_for(home, made).hashes) == 0
+    assert store.lookup(home.prompt().hashes) == 0
 
 
 # Artefacts that are not what they were.
@@ -170,7 +170,7 @@ def test_what_was_damaged_since_is_refused_when_it_is_asked_for_as_it_would_have
 ):
     made = home.make(kind=kind, positions=80 if kind == "trained" else 72)
     home.make("other", seed=2)
-    prompt = prompt_for(home, made)
+    prompt = home.prompt()
     _start_once(home, opened)
     damage, reason = _DAMAGE[how]
     damage(home)
@@ -180,9 +180,9 @@ def test_what_was_damaged_since_is_refused_when_it_is_asked_for_as_it_would_have
     assert list(store.refused()) == ["doc@1"]
     assert reason in store.refused()["doc@1"]
     assert store.names() == ["other@1"]
-    assert Quarantine(Settings(home=home.path).quarantine_dir).notes() == {}
+    assert home.quarantine.notes() == {}
     assert store.lookup(prompt.hashes, prompt.tag) == store.resident(prompt.hashes, prompt.tag) == 0
-    assert reason in store.claim(made.manifest.digest, {}).poll().refused
+    assert reason in store.claim(made.digest, {}).poll().refused
     home.check_served(store, "other")
 
 
@@ -223,7 +223,7 @@ _WRONG: dict[str, Callable[[list[Row]], list[Row]]] = {
 def test_rows_that_are_wrong_cost_a_miss_at_most_and_never_an_answer(home, opened, clock, how):
     _make(home, "ab")
     home.make("t", kind="trained", positions=64, seed=3)
-    prompts = {name: prompt_for(home, one, name) for name, one in home.made.items()}
+    prompts = {name: home.prompt(name) for name, one in home.made.items()}
     file = _start_once(home, opened)
     file.write_bytes(msgspec.msgpack.encode(_WRONG[how](_recalled(file))))
     store = opened()
@@ -234,7 +234,7 @@ def test_rows_that_are_wrong_cost_a_miss_at_most_and_never_an_answer(home, opene
             for chunk, chunk_hash in enumerate(prompt.hashes[:found]):
                 assert lent(store, chunk_hash, tag) == chunk_bytes(home.made[name], chunk)
                 assert store.release(chunk_hash, tag)
-        claim = store.claim(home.made[name].manifest.digest, {})
+        claim = store.claim(home.made[name].digest, {})
         claim.poll()
         until(lambda: store.cpu.stats().loading == 0)
         claim.close()
@@ -296,7 +296,7 @@ def test_what_nobody_reads_any_more_is_removed(home, opened):
     os.utime(file, (0, 0))
     opened()
     assert file.stat().st_mtime > 0
-    assert [row.digest for row in _recalled(file)] == [made.manifest.digest]
+    assert [row.digest for row in _recalled(file)] == [made.digest]
 
 
 # The first start.
@@ -308,9 +308,8 @@ def test_what_a_start_has_no_time_for_is_read_in_the_background_and_can_be_claim
     monkeypatch.setattr(entries.Entries, "_begin", lambda self, one: Future())
     store = opened()
     assert (store.names(), store.refused()) == ([], {})
-    digest = home.made["b"].manifest.digest
-    claim = read(store.claim(digest, {digest: Place(home.root("b"), str(home.root("b")))}))
-    until(lambda: claim.poll().ready)
+    digest = home.made["b"].digest
+    claim = claimed(store, digest, {digest: Place(home.root("b"), str(home.root("b")))})
     claim.close()
     monkeypatch.undo()
     store.refresh()
@@ -338,13 +337,13 @@ def test_what_was_removed_or_given_other_content_while_it_was_read_is_not_served
     if not is_removed:
         make_artifact(home.path / "new", positions=72, seed=2)
         home.registry.register(home.path / "new")
-    prompt = prompt_for(home, old)
+    prompt = home.prompt()
     store.refresh()
     goes_on.set()
     until(lambda: is_removed or store.refresh() or store.names())
     store.close()  # the first read is over
     assert store.lookup(prompt.hashes) == 0
-    assert not catalog_of(store).knows(old.manifest.digest)
+    assert not catalog_of(store).knows(old.digest)
     assert store.names() == ([] if is_removed else ["doc@1"])
 
 
@@ -361,13 +360,13 @@ def test_a_manifest_that_hangs_when_it_is_read_again_holds_up_no_other(home, ope
     monkeypatch.setattr(reading, "_read_at_most", hang)
     found: list[int] = []
     hung = [
-        threading.Thread(target=lambda: found.append(len(catalog.segments(made[0].manifest.digest))), daemon=True)
+        threading.Thread(target=lambda: found.append(len(catalog.segments(made[0].digest))), daemon=True)
         for _ in range(5)  # more than there are threads that read
     ]
     for thread in hung:
         thread.start()
     try:
-        run_threads(1, lambda _: [catalog.segments(one.manifest.digest) for one in made[1:]], timeout_s=30)
+        run_threads(1, lambda _: [catalog.segments(one.digest) for one in made[1:]], timeout_s=30)
         assert found == []
     finally:
         back.set()

@@ -8,23 +8,20 @@ import time
 import msgspec
 import pytest
 import torch
-from homes import STILL, Home, assert_served, prompt_for, read
-from making import Made, flip_bit, make_fingerprint, make_rope, sha256_hasher
+from homes import STILL, Home, claimed, read
+from making import Made, make_fingerprint, make_rope, sha256_hasher
 from waiting import run_threads, until
 
-from lmcache_cartridge.artifact.reading import chunk_range
 from lmcache_cartridge.errors import CartridgeError
 from lmcache_cartridge.library.index import Hasher
-from lmcache_cartridge.library.quarantine import Quarantine
 from lmcache_cartridge.memory import claims as claim_module
 from lmcache_cartridge.memory import store as store_module
 from lmcache_cartridge.memory.loader import ChunkLoader
 from lmcache_cartridge.memory.store import CartridgeStore
-from lmcache_cartridge.settings import Settings
 
 
 def _lookup_and_release(store: CartridgeStore, home: Home, made: Made, name: str) -> int:
-    prompt = prompt_for(home, made, name)
+    prompt = home.prompt(name)
     found = store.lookup(prompt.hashes, prompt.tag)
     for chunk_hash in prompt.hashes[:found]:
         assert store.release(chunk_hash, prompt.tag)
@@ -46,7 +43,7 @@ def made(home):
 
 @pytest.fixture
 def digest(made):
-    return made.manifest.digest
+    return made.digest
 
 
 # Claims.
@@ -55,7 +52,7 @@ def digest(made):
 @pytest.mark.parametrize("kind", ["prefill", "trained"])
 def test_a_claim_is_polled_until_everything_is_resident_and_nobody_waits(home, kind, let):
     made, store = home.make(kind=kind, positions=64), home.open(settings=STILL)
-    claim = store.claim(made.manifest.digest, {})
+    claim = store.claim(made.digest, {})
     assert store.cpu.stats().loading == 0, "it started before anybody polled"
     assert claim.poll()[:3] == (0, 4, 4)
     for count in range(1, 5):
@@ -64,7 +61,7 @@ def test_a_claim_is_polled_until_everything_is_resident_and_nobody_waits(home, k
         until(lambda: claim.poll().resident == count)  # noqa: B023
     assert claim.poll().ready
     assert store.cpu.stats().misses == 4
-    assert_served(store, made, prompt_for(home, made))
+    home.check_served(store)
     claim.close()
 
 
@@ -72,9 +69,8 @@ def test_a_claim_of_a_document_takes_what_room_there_is_and_a_trained_one_waits(
     held, document = home.make("held", positions=48, seed=1), home.make("document", positions=64, seed=2)
     trained = home.make("trained", kind="trained", positions=64, seed=3)
     store = home.open(chunks=5, settings=STILL)
-    first = store.claim(held.manifest.digest, {})
-    until(lambda: first.poll().ready)
-    whole, leading = store.claim(trained.manifest.digest, {}), store.claim(document.manifest.digest, {})
+    first = claimed(store, held.digest)
+    whole, leading = store.claim(trained.digest, {}), store.claim(document.digest, {})
     assert whole.poll()[:3] == (0, 0, 4)
     until(lambda: leading.poll()[:3] == (2, 2, 4))
     assert leading.is_done(), "it is as far as memory allows"
@@ -83,21 +79,21 @@ def test_a_claim_of_a_document_takes_what_room_there_is_and_a_trained_one_waits(
     assert whole.poll().admitted == 0
     first.close()
     until(lambda: whole.poll().ready)
-    assert_served(store, trained, prompt_for(home, trained, "trained"))
+    home.check_served(store, "trained")
     whole.close()
 
 
 def test_a_claim_says_why_it_is_refused(home):
     sound, big = home.make("sound", positions=16), home.make("big", positions=80, seed=1)
     foreign, banned = home.make("foreign", layers=4, seed=2), home.make("banned", seed=3)
-    Quarantine(Settings(home=home.path).quarantine_dir).put(banned.manifest.digest, "chunk 1 is corrupt")
+    home.quarantine.put(banned.digest, "chunk 1 is corrupt")
     store = home.open(chunks=4, settings=STILL)
     for digests, reason, mismatch in (
         (["00" * 32], "a cartridge of it is not there", False),
-        ([sound.manifest.digest, "00" * 32], "a cartridge of it is not there", False),
-        ([sound.manifest.digest, banned.manifest.digest], "quarantined: chunk 1 is corrupt", False),
-        ([foreign.manifest.digest], "made for another model", True),
-        ([big.manifest.digest], f"5 chunks take {5 * store.shape.size_bytes} bytes, more than cpu_bytes", False),
+        ([sound.digest, "00" * 32], "a cartridge of it is not there", False),
+        ([sound.digest, banned.digest], "quarantined: chunk 1 is corrupt", False),
+        ([foreign.digest], "made for another model", True),
+        ([big.digest], f"5 chunks take {5 * store.shape.size_bytes} bytes, more than cpu_bytes", False),
     ):
         claim = read(store.claim(".".join(digests), {}))
         state = claim.poll()
@@ -113,14 +109,13 @@ def chain(home):
     shape = make_fingerprint(rope=msgspec.structs.replace(make_rope(), pairing="half"))
     first = home.make("first", positions=24, seed=1, fingerprint=shape)
     last = home.make("last", kind="trained", positions=32, seed=2, fingerprint=shape)
-    return first, last, shape, f"{first.manifest.digest}.{last.manifest.digest}"
+    return first, last, shape, f"{first.digest}.{last.digest}"
 
 
 def test_a_chain_that_ends_in_a_trained_cartridge_has_its_tail(home, chain):
     _, last, shape, tag = chain
     store = home.open(fingerprint=shape, settings=STILL)
-    claim = read(store.claim(tag, {}))
-    until(lambda: claim.poll().ready)
+    claim = claimed(store, tag)
     assert claim.poll().chunks == 4
     keys, values = store.tail(tag)
     assert torch.equal(values, last.kv[1, :, 24:])
@@ -145,8 +140,7 @@ def test_nobody_waits_while_a_new_chain_is_hashed(home, chain, monkeypatch):
     store = home.open(fingerprint=shape, settings=STILL)
 
     def others(_: int) -> None:
-        claim = store.claim(first.manifest.digest, {})
-        until(lambda: claim.poll().ready)
+        claim = claimed(store, first.digest)
         claim.close()
         store.refresh()
         store.status()
@@ -163,24 +157,12 @@ def test_nobody_waits_while_a_new_chain_is_hashed(home, chain, monkeypatch):
     assert read(store.claim(tag, {})).poll().chunks == 4
 
 
-def test_a_quarantine_ends_what_is_claimed_with_its_reason(home):
-    made = home.make(kind="trained", positions=64)
-    flip_bit(home.payload(), chunk_range(made.manifest, 2, range(1)).start)
-    store = home.open(settings=STILL)
-    claim = store.claim(made.manifest.digest, {})
-    until(lambda: claim.poll().refused)
-    assert "chunk 2, KV head 0" in claim.poll().refused
-    assert claim.is_done()
-    claim.close()
-    assert "chunk 2" in store.claim(made.manifest.digest, {}).poll().refused
-
-
 # Pins.
 
 
 def test_a_pin_loads_what_is_missing_and_survives_pressure(home, made, digest):
     other, store = home.make("other", seed=2), home.open(chunks=6, settings=STILL)
-    prompt = prompt_for(home, made)
+    prompt = home.prompt()
     store.lookup(prompt.hashes[:1])
     store.release(prompt.hashes[0])
     assert store.pin(digest) == store.pin(digest) == 4
@@ -198,23 +180,23 @@ def test_a_pin_loads_what_is_missing_and_survives_pressure(home, made, digest):
 def test_a_pin_of_what_cannot_be_served_or_has_no_room_says_why(home):
     big, one, other = (home.make(name, positions=p, seed=p) for name, p in (("big", 80), ("one", 48), ("other", 32)))
     store = home.open(chunks=4, settings=STILL)
-    assert store.pin(one.manifest.digest) == 3
+    assert store.pin(one.digest) == 3
     for digest, reason in (
-        (big.manifest.digest, "more than cpu_bytes"), ("00" * 32, "is not there"),
-        (other.manifest.digest, "only 1 of 2 chunks can be pinned"),
+        (big.digest, "more than cpu_bytes"), ("00" * 32, "is not there"),
+        (other.digest, "only 1 of 2 chunks can be pinned"),
     ):  # fmt: skip
         with pytest.raises(CartridgeError, match=reason):
             store.pin(digest)
-    assert store.status()["pinned"] == [one.manifest.digest]
+    assert store.status()["pinned"] == [one.digest]
 
 
 def test_a_pin_whose_source_was_away_is_made_good_without_anybody_asking(home, made, digest):
     store, away = home.open(settings=STILL), home.payload().rename(home.path / "away")
     assert store.pin(digest) == 4
     until(lambda: store.cpu.stats().failed >= 4)
-    assert store.pin(digest) == 4, "a pin on its way is a pin"
+    assert (store.pin(digest), store.names()) == (4, ["doc@1"]), "a pin on its way is a pin"
     away.rename(home.payload())
-    until(lambda: store.resident(prompt_for(home, made).hashes) == 4)
+    until(lambda: store.resident(home.prompt().hashes) == 4)
     assert store.cpu.stats().held == 4
 
 
@@ -229,7 +211,7 @@ def test_preloading_returns_at_once_and_goes_on_by_itself(home, made, digest, le
     until(lambda: store.preload(digest, {}).resident == 1)
     let(3)
     until(lambda: store.cpu.stats().held == 0)
-    assert store.resident(prompt_for(home, made).hashes) == 4
+    assert store.resident(home.prompt().hashes) == 4
     assert store.status()["loading"] == {}
     assert store.preload(digest, {}).ready
     assert (store.cpu.stats().held, store.cpu.stats().misses) == (0, 4), "asking again began another"
@@ -268,11 +250,11 @@ def test_a_warm_label_counts_once_each_time_it_comes_to_point_there(home):
     home.registry.label("current", "a", warm=True)
     store = home.open(settings=STILL)
     until(lambda: store.cpu.stats().resident == 4 and store.cpu.stats().held == 0)
-    assert store.evict(made["a"].manifest.digest) == 4
+    assert store.evict(made["a"].digest) == 4
     store.refresh()
     assert store.cpu.stats().loading == store.cpu.stats().resident == 0, "a person's eviction was undone"
     for name in "ba":
         home.registry.label("current", name, warm=True)
         store.refresh()
-        hashes = prompt_for(home, made[name], name).hashes
+        hashes = home.prompt(name).hashes
         until(lambda hashes=hashes: store.resident(hashes) == 4)

@@ -9,7 +9,7 @@ from contextlib import suppress
 import pytest
 import torch
 from chunks import one_by_one
-from homes import CHUNK_BYTES, STILL, Home, Prompt, assert_served, chunk_bytes, lent, prompt_for
+from homes import CHUNK_BYTES, STILL, Home, Prompt, assert_served, chunk_bytes, lent
 from invariants import check
 from making import Made, flip_bit, make_fingerprint
 from waiting import run_threads, until
@@ -61,7 +61,7 @@ def test_on_a_gpu_it_is_a_part_of_what_is_free_and_never_more(monkeypatch, wante
 @pytest.mark.parametrize("kind", ["prefill", "trained"])
 def test_what_was_looked_up_is_promoted_and_lent_from_the_device_from_then_on(home, kind):
     made = home.make(kind=kind, positions=64)
-    store, prompt = _open(home, 8), prompt_for(home, made)
+    store, prompt = _open(home, 8), home.prompt()
     assert store.lookup(prompt.hashes, prompt.tag) == 4
     with store.lend(prompt.hashes[0], prompt.tag):
         assert store.device.stats().lent + store.cpu.stats().lent == 1
@@ -74,8 +74,8 @@ def test_what_was_looked_up_is_promoted_and_lent_from_the_device_from_then_on(ho
         assert store.release(chunk_hash, prompt.tag)
     assert_served(store, made, prompt)
     assert (store.device.stats().hits, store.cpu.stats().misses) == (4, 4)
-    assert store.cpu.evict(made.manifest.digest) == 4
-    claim = store.claim(made.manifest.digest, {})
+    assert store.cpu.evict(made.digest) == 4
+    claim = store.claim(made.digest, {})
     assert claim.poll().ready and store.cpu.stats().misses == 4, "it is claimed where it is"
     claim.close()
 
@@ -86,7 +86,7 @@ def test_a_chunk_that_cannot_reach_the_device_is_served_from_the_cpu_tier(home, 
 
     monkeypatch.setattr(device_module, "copy_and_wait", fail)
     made = home.make()
-    store, prompt = _open(home, 4), prompt_for(home, made)
+    store, prompt = _open(home, 4), home.prompt()
     for _ in range(2):
         assert_served(store, made, prompt)
         _quiet(store)
@@ -103,7 +103,7 @@ def test_promoting_waits_for_nobody_and_closing_waits_for_it(home, monkeypatch):
 
     monkeypatch.setattr(device_module, "copy_and_wait", slow)
     made = home.make()
-    store, prompt = _open(home, 4), prompt_for(home, made)
+    store, prompt = _open(home, 4), home.prompt()
     assert store.lookup(prompt.hashes) == 4
     assert started.wait(20)
     assert lent(store, prompt.hashes[0]) == chunk_bytes(made, 0)
@@ -125,7 +125,7 @@ def test_sixteen_threads_over_both_tiers_get_the_right_bytes_or_none_and_the_boo
     fingerprint, shelf = make_fingerprint(**SMALL), dict[str, tuple[Made, Prompt]]()
     for seed, (name, (kind, positions)) in enumerate(NAMES.items()):
         made = home.make(name, kind=kind, positions=positions, seed=seed, **SMALL)
-        shelf[name] = made, prompt_for(home, made, name)
+        shelf[name] = made, home.prompt(name)
     flip_bit(home.payload("d"), chunk_range(shelf["d"][0].manifest, 1, range(1)).start)
     size = fingerprint.token_bytes * 16
     store = home.open(fingerprint=fingerprint, chunks=cpu, settings={"reload_s": 0.01, "device_bytes": device * size})
@@ -144,7 +144,7 @@ def test_sixteen_threads_over_both_tiers_get_the_right_bytes_or_none_and_the_boo
         chance = random.Random(number)
         for _ in range(160):
             name, what = chance.choice("abcd"), chance.random()
-            digest = shelf[name][0].manifest.digest
+            digest = shelf[name][0].digest
             if what < 0.7:
                 look(*shelf[name])
             elif what < 0.8:

@@ -9,7 +9,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
-from homes import STILL, Home, catalog_of, prompt_for
+from homes import STILL, Home, catalog_of
 from making import Made, make_fingerprint
 from waiting import Clock, until
 
@@ -28,7 +28,7 @@ def _grow(path: Path, device_chunks: int, warm_up: int, count: int) -> tuple[flo
     """
     home, shape = Home(path), make_fingerprint(**SMALL)
     made = [home.make(name, positions=16, seed=seed, **SMALL) for seed, name in enumerate("ab")]
-    prompts = [prompt_for(home, one, name) for one, name in zip(made, "ab", strict=True)]
+    prompts = [home.prompt(name) for one, name in zip(made, "ab", strict=True)]
     settings = STILL | {"device_bytes": device_chunks * shape.token_bytes * 16}
     store = home.open(fingerprint=shape, chunks=1, settings=settings)
 
@@ -41,7 +41,7 @@ def _grow(path: Path, device_chunks: int, warm_up: int, count: int) -> tuple[flo
                 assert store.release(prompt.hashes[0])
                 if device_chunks:
                     until(lambda: store.device.stats().loading == 0)
-                    assert store.evict(one.manifest.digest) == 1
+                    assert store.evict(one.digest) == 1
         gc.collect()
         return _resident_mib(), len(gc.get_objects())
 
@@ -84,8 +84,8 @@ def test_nothing_is_left_of_cartridges_that_came_and_went(home):
     before = _tables(store)
     for turn in range(30):
         name, one = "bc"[turn % 2], made[1 + turn % 2]
-        store.preload(one.manifest.digest, {})
-        claim = store.claim(one.manifest.digest, {})
+        store.preload(one.digest, {})
+        claim = store.claim(one.digest, {})
         claim.poll()
         home.registry.remove(name)
         store.refresh()

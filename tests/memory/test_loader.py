@@ -125,7 +125,7 @@ def test_a_chunk_as_it_is_stored_is_read_once_straight_into_the_callers_memory(m
 
 
 def _disk_file(disk: DiskCache, made: Made, chunk: int) -> Path:
-    return disk.root / made.manifest.digest / f"{chunk}-0-4.bin"
+    return disk.root / made.digest / f"{chunk}-0-4.bin"
 
 
 def test_a_corrupt_piece_of_the_disk_tier_is_read_again_from_the_source(made, root, segments, disk):
@@ -228,7 +228,7 @@ def test_every_damage_has_its_own_error_that_names_cartridge_chunk_and_file(made
     spoil(made, root)
     with pytest.raises(expected, match="cartridge doc@1: chunk 0") as caught:
         _load(_loader(made, engine), segments, 0)
-    assert (type(caught.value), caught.value.digest) == (expected, made.manifest.digest)
+    assert (type(caught.value), caught.value.digest) == (expected, made.digest)
     assert str(root / PAYLOAD) in str(caught.value)
 
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import pytest
-from homes import Home, assert_served, prompt_for
+from homes import Home
 from making import Made, flip_bit, make_artifact
 from s3 import MotoServer
 from waiting import run_threads, until
@@ -144,14 +144,13 @@ class World:
         return store
 
     def claims(self, store: CartridgeStore, *names: str) -> list[Claim]:
-        return [store.claim(self.made[name].manifest.digest, {}) for name in names]
+        return [store.claim(self.made[name].digest, {}) for name in names]
 
     def serve(self, store: CartridgeStore, *names: str) -> None:
         """Wait until the store knows each of these, look it up and compare its bytes."""
         for name in names:
             until(lambda name=name: f"{name}@1" in store.names())
-            ids = self.made[name]
-            assert_served(store, ids, prompt_for(self.home, ids, name))
+            self.home.check_served(store, name)
 
 
 @pytest.fixture

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import time
-
 import msgspec
 import pytest
 import torch
-from homes import CHUNK, CHUNK_BYTES, Home, Prompt, assert_served, chunk_bytes, lent, prompt_for
+from homes import CHUNK, CHUNK_BYTES, Home, Prompt, assert_served, chunk_bytes, claimed, lent
 from making import (
     Made,
     files_under,
@@ -23,7 +21,6 @@ from lmcache_cartridge.artifact.reading import chunk_range, load_token_ids
 from lmcache_cartridge.engine.trust import Trust
 from lmcache_cartridge.errors import OverBudget, RegistryError
 from lmcache_cartridge.library import index
-from lmcache_cartridge.library.quarantine import Quarantine
 from lmcache_cartridge.memory.store import CartridgeStore
 from lmcache_cartridge.settings import Settings
 
@@ -37,11 +34,11 @@ def _assert_not_served(store: CartridgeStore, prompt: Prompt) -> None:
 def test_what_is_not_trusted_yet_loads_and_answers_nothing(home):
     """So that it is in memory by the time that the engine was tried with it, or its damage is known."""
     made = home.make(positions=64)
-    prompt, store = prompt_for(home, made), home.open(settings={"plain_prompts": "trusted"})
+    prompt, store = home.prompt(), home.open(settings={"plain_prompts": "trusted"})
     assert store.lookup(prompt.hashes) == 0
-    until(lambda: store.resident(prompt.hashes, made.manifest.digest) == prompt.whole)
+    until(lambda: store.resident(prompt.hashes, made.digest) == prompt.whole)
     assert store.lookup(prompt.hashes) == 0
-    store.tried(made.manifest.digest, "canary", True)
+    store.tried(made.digest, "canary", True)
     assert_served(store, made, prompt)
 
 
@@ -53,7 +50,7 @@ def test_a_cartridge_of_another_model_is_refused_and_of_other_weights_served_whe
     home, field, other, can_be_accepted
 ):
     made, engine = home.make(), msgspec.structs.replace(make_fingerprint(), **{field: other})
-    prompt, accepting = prompt_for(home, made), home.open(fingerprint=engine, settings={"accept_weights": True})
+    prompt, accepting = home.prompt(), home.open(fingerprint=engine, settings={"accept_weights": True})
     if can_be_accepted:
         assert_served(accepting, made, prompt)
     else:
@@ -67,8 +64,8 @@ def test_a_cartridge_of_another_model_is_refused_and_of_other_weights_served_whe
 
 
 def test_where_the_weights_of_one_are_not_known_they_are_not_compared(home):
-    made, engine = home.make(), msgspec.structs.replace(make_fingerprint(), weights_digest=None)
-    assert_served(home.open(fingerprint=engine), made, prompt_for(home, made))
+    home.make()
+    home.check_served(home.open(fingerprint=msgspec.structs.replace(make_fingerprint(), weights_digest=None)))
 
 
 ONE_AT_A_TIME = {"load_threads": 1}
@@ -82,26 +79,26 @@ def _corrupt(home: Home, made: Made, name: str, chunk: int) -> None:
 @pytest.mark.parametrize("chunk", [0, 2])
 def test_a_corrupt_cartridge_is_quarantined_what_was_promised_is_delivered_and_the_others_are_served(home, chunk):
     bad, good = home.make("bad", seed=1), home.make("good", seed=2)
-    store, prompt = home.open(settings=ONE_AT_A_TIME), prompt_for(home, bad, "bad")
+    store, prompt = home.open(settings=ONE_AT_A_TIME), home.prompt("bad")
     _corrupt(home, bad, "bad", chunk)
     assert store.lookup(prompt.hashes) == chunk
     found = [lent(store, chunk_hash) for chunk_hash in prompt.hashes]
     assert found[:chunk] == [chunk_bytes(bad, promised) for promised in range(chunk)] and not any(found[chunk:])
     assert store.lookup(prompt.hashes) == store.resident(prompt.hashes) == 0
-    assert_served(store, good, prompt_for(home, good, "good"))
+    home.check_served(store, "good")
     assert (store.names(), list(store.refused())) == (["good@1"], ["bad@1"])
     reason = store.refused()["bad@1"]
     assert f"cartridge bad@1: chunk {chunk}, KV head 0" in reason
-    elsewhere = Quarantine(Settings(home=home.path).quarantine_dir)
-    assert f"quarantined: {elsewhere.reason(bad.manifest.digest)}" == reason
-    assert elsewhere.reason(good.manifest.digest) is None
+    elsewhere = home.quarantine
+    assert f"quarantined: {elsewhere.reason(bad.digest)}" == reason
+    assert elsewhere.reason(good.digest) is None
 
 
 def test_a_quarantine_that_cannot_be_noted_holds_in_this_process(home):
     made = home.make()
     (home.path / "quarantine").write_text("not a directory")
     store = home.open(settings=ONE_AT_A_TIME)
-    prompt = prompt_for(home, made)._replace(tag=made.manifest.digest)
+    prompt = home.prompt()._replace(tag=made.digest)
     _corrupt(home, made, "doc", 0)
     assert store.lookup(prompt.hashes, prompt.tag) == 0
     _assert_not_served(store, prompt)
@@ -112,7 +109,7 @@ def test_a_quarantine_that_cannot_be_noted_holds_in_this_process(home):
 
 def test_part_of_a_trained_cartridge_is_not_answered(home):
     made = home.make(kind="trained", positions=64)
-    store, prompt = home.open(), prompt_for(home, made)
+    store, prompt = home.open(), home.prompt()
     for count in range(4):
         assert store.lookup(prompt.hashes[:count], prompt.tag) == 0
     assert store.cpu.stats().promoted == 0
@@ -122,45 +119,21 @@ def test_part_of_a_trained_cartridge_is_not_answered(home):
 @pytest.mark.parametrize("tag", [None, "", "00" * 32])
 def test_the_ids_of_trained_cartridges_give_nothing_without_a_tag_and_with_it_the_one_it_names(home, tag):
     ids = make_ids(64, 3)
-    made = {
-        name: home.make(name, kind="trained", positions=64, token_ids=ids, seed=seed) for seed, name in enumerate("ab")
-    }
+    for seed, name in enumerate("ab"):
+        home.make(name, kind="trained", positions=64, token_ids=ids, seed=seed)
     store = home.open()
-    for name, one in made.items():
-        _assert_not_served(store, prompt_for(home, one, name)._replace(tag=tag))
-        assert_served(store, one, prompt_for(home, one, name))
-        _assert_not_served(store, prompt_for(home, one, name)._replace(tag=tag))
-
-
-def test_a_trained_cartridge_is_refused_where_the_engine_computes_what_it_cannot_load(home):
-    trained, plain = home.make("trained", kind="trained", positions=64, seed=1), home.make("plain", seed=2)
-    store = home.open(allow_trained=False)
-    assert "needs kv_load_failure_policy: fail" in store.refused()["trained@1"]
-    _assert_not_served(store, prompt_for(home, trained, "trained"))
-    assert_served(store, plain, prompt_for(home, plain, "plain"))
-
-
-def test_a_source_that_is_away_for_a_while_is_a_miss_and_then_served_again(home):
-    made = home.make()
-    store, prompt = home.open(), prompt_for(home, made)
-    away = home.payload().rename(home.path / "away")
-    assert store.lookup(prompt.hashes) == 0
-    assert store.lend(prompt.hashes[0]) is None
-    assert store.cpu.stats().failed > 0
-    assert store.refused() == {}
-    assert store.names() == ["doc@1"]
-    while store.cpu.stats().loading:  # a lookup now would wait for the same loads, and share their failure
-        time.sleep(0.001)
-    away.rename(home.payload())
-    assert_served(store, made, prompt)
+    for name in "ab":
+        _assert_not_served(store, home.prompt(name)._replace(tag=tag))
+        home.check_served(store, name)
+        _assert_not_served(store, home.prompt(name)._replace(tag=tag))
 
 
 def test_serving_changes_no_artefact_and_no_registry(home):
     made = home.make()
     before = files_under(home.path)
-    assert_served(home.open(), made, prompt_for(home, made))
+    home.check_served(home.open())
     changed = dict(files_under(home.path).items() - before.items())
-    assert set(changed) == {"quarantine/plain/withdrawn", f"quarantine/plain/{made.manifest.digest}"}, "who answered"
+    assert set(changed) == {"quarantine/plain/withdrawn", f"quarantine/plain/{made.digest}"}, "who answered"
 
 
 def test_a_budget_that_holds_no_chunk_is_refused_at_the_start(home):
@@ -175,8 +148,8 @@ def test_a_registry_that_cannot_be_read_is_refused_at_the_start(home):
 
 
 def test_after_closing_everything_is_a_miss(home):
-    made = home.make()
-    store, prompt = home.open(), prompt_for(home, made)
+    home.make()
+    store, prompt = home.open(), home.prompt()
     store.close()
     _assert_not_served(store, prompt)
 
@@ -185,7 +158,7 @@ def test_a_chain_with_a_corrupt_member_answers_nothing_not_even_its_sound_part(h
     fingerprint = make_fingerprint(rope=msgspec.structs.replace(make_rope(), pairing="half"))
     kinds = {"first": "trained", "second": "prefill"}
     made = [home.make(name, kind=kinds[name], positions=64, seed=len(name), fingerprint=fingerprint) for name in kinds]
-    store, digests = home.open(fingerprint=fingerprint), [one.manifest.digest for one in made]
+    store, digests = home.open(fingerprint=fingerprint), [one.digest for one in made]
     ids = [
         i for one, name in zip(made, kinds, strict=True) for i in load_token_ids(one.manifest, home.root(name)).tolist()
     ]
@@ -204,7 +177,7 @@ def test_a_chain_with_a_corrupt_member_answers_nothing_not_even_its_sound_part(h
 def test_chunks_of_a_chain_that_was_forgotten_meanwhile_are_still_lent_and_released(home, monkeypatch):
     monkeypatch.setattr(index, "MAX_CACHED_CHUNKS", 5)
     made = {name: home.make(name, positions=64, seed=seed) for seed, name in enumerate("ab")}
-    asked = [(prompt_for(home, one, name).hashes[:4], one.manifest.digest) for name, one in made.items()]
+    asked = [(home.prompt(name).hashes[:4], one.digest) for name, one in made.items()]
     store = home.open()
     for hashes, tag in asked:  # the first is forgotten for the second
         assert store.lookup(hashes, tag) == 4
@@ -220,14 +193,13 @@ def test_chunks_of_a_chain_that_was_forgotten_meanwhile_are_still_lent_and_relea
 @pytest.mark.parametrize(("layout", "positions"), [("heads", 13), ("fused", 79), ("vec/8", 72), ("amx/16/blocks", 79)])
 def test_the_tail_of_a_trained_cartridge_is_lent_whole_while_it_is_claimed(home, positions, layout):
     made = home.make(kind="trained", positions=positions, chunk_tokens=64)
-    store, prompt, digest = home.open(layout=layout), prompt_for(home, made), made.manifest.digest
-    claim = store.claim(digest, {})
-    until(lambda: claim.poll().ready)
+    store, prompt, digest = home.open(layout=layout), home.prompt(), made.digest
+    claim = claimed(store, digest)
     whole = positions // CHUNK
     assert claim.poll().chunks == whole + 1
     assert (store.lookup(prompt.hashes, digest), store.lookup(prompt.hashes)) == (whole, 0)
     assert torch.equal(store.tail(digest), made.kv[:, :, whole * CHUNK :])
-    Quarantine(Settings(home=home.path).quarantine_dir).put(digest, "a test says so")
+    home.quarantine.put(digest, "a test says so")
     store.refresh()
     assert store.tail(digest) is None
     claim.close()
@@ -236,4 +208,4 @@ def test_the_tail_of_a_trained_cartridge_is_lent_whole_while_it_is_claimed(home,
 def test_what_has_no_tail_lends_none(home):
     prefill, trained = home.make("a", positions=72), home.make("b", kind="trained", positions=64, seed=2)
     store = home.open()
-    assert [store.tail(made.manifest.digest) for made in (prefill, trained)] == [None, None]
+    assert [store.tail(made.digest) for made in (prefill, trained)] == [None, None]

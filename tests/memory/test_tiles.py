@@ -58,7 +58,9 @@ def _kv(dtype: str, tokens: int, size: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("isa", "dtype", "block", "size"), CASES)
-def test_a_packed_chunk_is_what_vllm_writes_and_in_blocks_the_memory_itself_and_is_unpacked_again(isa, dtype, block, size):
+def test_a_packed_chunk_is_what_vllm_writes_and_in_blocks_the_memory_itself_and_is_unpacked_again(
+    isa, dtype, block, size
+):
     kv = _kv(dtype, 3 * block, size)
     kind, blocks = "vec" if isa == "vec16" else isa, _blocks(isa, kv, block)
     names = [tiles.layout(kind, block, blocks=whole) for whole in (False, True)]

@@ -17,7 +17,6 @@ from s3 import S3Server
 from lmcache_cartridge.artifact import local
 from lmcache_cartridge.artifact.bytesource import ByteRange, ByteSource, SmallFile
 from lmcache_cartridge.artifact.local import LocalSource
-from lmcache_cartridge.artifact.location import is_remote
 from lmcache_cartridge.errors import (
     MalformedLocation,
     SourceDenied,
@@ -198,16 +197,6 @@ def test_a_local_file_that_is_none_is_a_source_error_with_its_cause(tmp_path, na
         with pytest.raises(SourceError, match=name) as caught:
             getattr(LocalSource(), call)(str(tmp_path), name, *CALLS[call])
         assert isinstance(caught.value.__cause__, OSError)
-
-
-def test_a_location_is_read_from_where_its_form_says(place, s3_kind, request):
-    remote = S3Source(endpoint_url=request.getfixturevalue("s3_credentials").endpoint) if s3_kind != "local" else None
-    sources, out = Sources(remote), bytearray(SIZE)
-    sources.read_into(place.location, "payload", ByteRange(0, SIZE), memoryview(out))
-    assert out == sources.read(place.location, "payload", SIZE).data == CONTENT
-    assert sources.size(place.location, "payload") == SIZE
-    assert is_remote(place.location) == (remote is not None)
-    sources.close()
 
 
 @pytest.mark.parametrize("location", ["", "relative/path", "s3:/bucket/key", "S3://bucket/key", "file:///tmp", "/a\0b"])
