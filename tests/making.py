@@ -40,10 +40,10 @@ class Made(NamedTuple):
         return self.manifest.digest
 
 
-def make_rope(*, rotary_dim: int = 64, kind: str = "default", attention_factor: float = 1.0) -> Rotation:
+def make_rope(*, rotary_dim: int = 64) -> Rotation:
     """Return plain RoPE with theta 10000."""
     inv_freq = tuple(10000.0 ** (-i / rotary_dim) for i in range(0, rotary_dim, 2))
-    return Rotation(kind, inv_freq, attention_factor, {"rope_theta": 10000.0, "rope_type": kind})
+    return Rotation("default", inv_freq, 1.0, {"rope_theta": 10000.0, "rope_type": "default"})
 
 
 def make_fingerprint(

@@ -19,9 +19,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # it compiles as it is imported, by what torch will drop
     from compressed_tensors.compressors.base import BaseCompressor
     from compressed_tensors.quantization import (
-        QuantizationArgs,
         QuantizationConfig,
-        QuantizationScheme,
         QuantizationStatus,
     )
     from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
@@ -29,7 +27,6 @@ with warnings.catch_warnings():
 
 GROUP = 32
 """Inputs that share a scale where weights have 4 bits: it divides all of the shipped model's shapes."""
-_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _LINEAR = re.compile(r"model\.layers\.\d+\.\w+\.\w+_proj\.weight")
 Tensors = dict[str, torch.Tensor]
 
@@ -54,19 +51,15 @@ def quantised(form: str, root: Path, source: Path = MODEL_DIR) -> Path:
     return root
 
 
-def _scheme(preset: str) -> QuantizationScheme:
+def _stored(preset: str, form: str) -> tuple[Callable[[torch.Tensor], Tensors], dict[str, Any]]:
+    """Return how compressed-tensors stores a weight `[out, in]`, in its own code, and the config that says so."""
     scheme = preset_name_to_scheme(preset, ["Linear"])
     if scheme.weights.group_size is not None:
         scheme.weights.group_size = GROUP
-    return scheme
-
-
-def _stored(preset: str, form: str) -> tuple[Callable[[torch.Tensor], Tensors], dict[str, Any]]:
-    """Return how compressed-tensors stores a weight `[out, in]`, in its own code, and the config that says so."""
-    scheme = _scheme(preset)
 
     def make(weight: torch.Tensor) -> Tensors:
-        scale, _ = _scales(weight, scheme.weights)
+        groups = weight.unflatten(1, (-1, scheme.weights.group_size or weight.shape[1]))
+        scale, _ = calculate_qparams(groups.amin(2), groups.amax(2), scheme.weights)
         return BaseCompressor.get_value_from_registry(form).compress({"weight": weight, "weight_scale": scale}, scheme)
 
     config = QuantizationConfig(
@@ -76,49 +69,15 @@ def _stored(preset: str, form: str) -> tuple[Callable[[torch.Tensor], Tensors], 
     return make, config.to_dict()
 
 
-def _scales(weight: torch.Tensor, arguments: QuantizationArgs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return scales and zero points `[out, groups]` of a weight, as compressed-tensors finds them."""
-    groups = weight.unflatten(1, (-1, arguments.group_size or weight.shape[1]))
-    return calculate_qparams(groups.amin(2), groups.amax(2), arguments)
-
-
-def _gptq(weight: torch.Tensor) -> Tensors:
-    """Eight inputs in an int32, the first in its lowest bits; zero points less 1: `QuantLinear.pack` of AutoGPTQ 0.7."""
-    scale, _ = _scales(weight, _scheme("W4A16").weights)
-    whole = torch.round(weight.float() / scale.float().repeat_interleave(GROUP, 1)).clamp(-8, 7).int() + 8  # [out, in]
-    zeros = torch.full((scale.shape[1], scale.shape[0]), 8 - 1)
-    return {
-        "qweight": _packed(whole.unflatten(1, (-1, 8))).T,
-        "qzeros": _packed(zeros.unflatten(1, (-1, 8))),
-        "scales": scale.T.half(),
-        "g_idx": (torch.arange(weight.shape[1]) // GROUP).int(),
-    }
-
-
-def _awq(weight: torch.Tensor) -> Tensors:
-    """Eight outputs in an int32, in an order of their own: `WQLinear_GEMM.from_linear` of AutoAWQ 0.2."""
-    scale, zero = _scales(weight, _scheme("W4A16_ASYM").weights)
-    zero = zero.int() + 8  # compressed-tensors counts from -8
-    steps = torch.round(weight.float() / scale.float().repeat_interleave(GROUP, 1)).int()
-    whole = (steps + zero.repeat_interleave(GROUP, 1)).clamp(0, 15)
-    return {
-        "qweight": _packed(whole.T.unflatten(1, (-1, 8))[..., _AWQ_ORDER]),
-        "qzeros": _packed(zero.T.unflatten(1, (-1, 8))[..., _AWQ_ORDER]),
-        "scales": scale.T.half(),
-    }
-
-
-def _packed(eights: torch.Tensor) -> torch.Tensor:
-    """Return whole numbers below 16, eight in a row, as int32s: the first in the lowest bits."""
-    as_one = (eights.long() << 4 * torch.arange(8)).sum(-1)
-    return torch.where(as_one < 1 << 31, as_one, as_one - (1 << 32)).int()
+def _as_it_is(weight: torch.Tensor) -> Tensors:
+    return {"weight": weight}
 
 
 FORMS: dict[str, tuple[Callable[[torch.Tensor], Tensors], dict[str, Any]]] = {
     "W8A8": _stored("W8A8", "int-quantized"),
     "W4A16": _stored("W4A16", "pack-quantized"),
-    "GPTQ": (_gptq, {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True,
-                     "lm_head": False, "checkpoint_format": "gptq"}),
-    "AWQ": (_awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}),
+    "GPTQ": (_as_it_is, {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True,
+                         "lm_head": False, "checkpoint_format": "gptq"}),
+    "AWQ": (_as_it_is, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}),
 }  # fmt: skip
-"""How weights are stored, with the `quantization_config` of the checkpoint."""
+"""How weights are stored, with the `quantization_config` of the checkpoint; GPTQ's and AWQ's only say so: nothing here can read them."""
