@@ -174,14 +174,15 @@ def _write(layer: Any, keys: torch.Tensor, values: torch.Tensor, kv_cache: torch
 @contextmanager
 def without_hosts() -> Iterator[None]:
     """Let the injector be used where vLLM or LMCache are missing."""
-    made = []
+    missing = {host for path in _NAMES if find_spec(host := path.partition(".")[0]) is None}
+    made: dict[str, ModuleType] = {}
     for path, names in _NAMES.items():
         parts = path.split(".")
-        if find_spec(parts[0]) is None:
+        if parts[0] in missing:
             above = [".".join(parts[: end + 1]) for end in range(len(parts))]
-            made += [name for name in above if name not in sys.modules]
-            sys.modules.update({name: ModuleType(name) for name in above if name not in sys.modules})
-            vars(sys.modules[path]).update(names)
+            made |= {name: ModuleType(name) for name in above if name not in made}
+            vars(made[path]).update(names)
+    sys.modules |= made
     try:
         yield
     finally:

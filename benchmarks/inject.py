@@ -46,44 +46,26 @@ class Target(NamedTuple):
 
 
 @contextmanager
-def target(shape: Shape, chunks: int, shuffled: bool) -> Iterator[Target]:
-    """Build the attention layers of a model of this shape and resident chunks of noise."""
+def target(shape: Shape, chunks: int) -> Iterator[Target]:
+    """Build the attention layers of a model of this shape and resident chunks of noise, to be written to blocks in no order."""
     import torch
-    from blocks import Blocks, quietly, vllm_config
-
-    from lmcache_cartridge.memory.layout import DTYPES
-
-    with quietly():
-        from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
-
-        from lmcache_cartridge.engine.inject import EngineWriteConnector
+    from blocks import Blocks, memory_object, vllm_config
 
     with tempfile.TemporaryDirectory() as scratch:
         (Path(scratch) / "config.json").write_text(json.dumps(shape.config()))
         tokens = chunks * CHUNK
         config = vllm_config(Path(scratch), max_model_len=max(2048, tokens), dtype="bfloat16", block_size=BLOCK)
         blocks = Blocks(config, tokens // BLOCK)
-    made, connectors = blocks.shape(CHUNK), {COPY: EngineWriteConnector(), OP: EngineWriteConnector()}
-    for connector in connectors.values():
-        connector.bind(blocks.caches, blocks.layers, made)
+    connectors = {path: blocks.connector(CHUNK) for path in (COPY, OP)}
     connectors[OP].layout = "heads"  # as if this instruction set were not known; what noise means does not matter
     if connectors[COPY].layout == "heads":
         del connectors[COPY]
-    resident = torch.empty(chunks * made.size_bytes, dtype=torch.uint8)
+    size_bytes = blocks.shape(CHUNK).size_bytes
+    resident = torch.empty(chunks * size_bytes, dtype=torch.uint8)
     resident.view(torch.bfloat16).normal_()
-    objects = []
-    for i in range(chunks):
-        raw = resident[i * made.size_bytes : (i + 1) * made.size_bytes]
-        size = torch.Size([2 * made.heads, made.layers, made.tokens, made.head_size])
-        about = MemoryObjMetadata(
-            shape=size, dtype=DTYPES[made.dtype], address=raw.data_ptr(), phy_size=made.size_bytes, ref_count=1,
-            fmt=MemoryFormat.KV_2LTD, shapes=[size], dtypes=[DTYPES[made.dtype]],
-        )  # fmt: skip
-        objects.append(TensorMemoryObj(raw, about, None))
-    order = torch.randperm(tokens // BLOCK) if shuffled else torch.arange(tokens // BLOCK)
-    slots = (order[:, None] * BLOCK + torch.arange(BLOCK)).flatten()
+    objects = list(map(memory_object, resident.split(size_bytes)))
     with torch.inference_mode():
-        yield Target(connectors, resident, objects, slots, torch.zeros_like(resident))
+        yield Target(connectors, resident, objects, blocks.whole(tokens), torch.zeros_like(resident))
 
 
 def measure(shape: Shape, threads: Sequence[int], payload: int, repeat: int) -> list[report.Figure]:
@@ -92,7 +74,7 @@ def measure(shape: Shape, threads: Sequence[int], payload: int, repeat: int) -> 
 
     chunks = max(1, payload // (CHUNK * shape.token_bytes))
     rows = []
-    with target(shape, chunks, shuffled=True) as at:
+    with target(shape, chunks) as at:
         starts = [i * CHUNK for i in range(chunks)]
         ends = [start + CHUNK for start in starts]
         for count in threads:

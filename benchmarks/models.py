@@ -23,13 +23,13 @@ import tempfile
 import traceback
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager
 from functools import partial
-from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import report
+import report  # first: it makes the tests' helpers importable
+from commands import Cli
 from tqdm import tqdm
 from zoo import CONTEXT, FAMILIES
 
@@ -72,16 +72,11 @@ class Row(NamedTuple):
         return bool(found) and all(figure <= limit for figure in found) and (self.other or 0) > 3 * limit
 
 
-def run_cli(*argv: str) -> dict[str, Any]:
-    """Run one command of the command line in this process and return what it tells programs. Raises `RuntimeError`."""
-    from lmcache_cartridge.cli.main import main as command
-
-    out, said = StringIO(), StringIO()
-    with redirect_stdout(out), redirect_stderr(said):
-        status = command([*argv, "--format", "json"])
-    if status:
-        raise RuntimeError(said.getvalue().strip().rpartition("lmcache-cartridge: ")[2])
-    return json.loads(out.getvalue())
+def run_cli(home: Path, *argv: str | Path) -> None:
+    """Run one command of the command line in this process. Raises `RuntimeError`."""
+    ran = Cli(home)(*argv)
+    if ran.status:
+        raise RuntimeError(ran.err.strip().rpartition("lmcache-cartridge: ")[2])
 
 
 def one_family(name: str, scratch: Path) -> Iterator[Row]:
@@ -115,18 +110,28 @@ class Made:
         self.model, self.directory, self.scratch = model, directory, scratch
         self.settings = Settings(home=scratch / "home", cpu_bytes=128 << 20)
         self.notes: list[str] = []
-        common = ("--home", str(self.settings.home), "--model", str(directory))
+        home, common = self.settings.home, ("--model", str(directory))
         for id_, sheet, tokens in (("a", "ward-a", 300), ("b", "ward-b", 320)):
             document, text = scratch / f"{id_}.txt", load_sheet(sheet).text
             ends = (end for end in range(tokens, len(text), 20) if len(model.encode(text[:end], special=True)) > tokens)
             document.write_text(text[: next(ends)])  # a family may read the shipped tokenizer's files in its own way
-            run_cli("build", *common, "--document", str(document), "--id", id_)
+            run_cli(home, "build", *common, "--document", document, "--id", id_)
         questions = scratch / "questions.jsonl"
         asked = [{"question": q.text, "answer": q.answer} for q in load_sheet("ward-a").questions[:12]]
         questions.write_text("\n".join(map(json.dumps, asked)))
         try:
-            run_cli("train", *common, "--document", str(scratch / "a.txt"), "--id", "t", "--questions", str(questions),
-                    *_TRAINING)  # fmt: skip
+            run_cli(
+                home,
+                "train",
+                *common,
+                "--document",
+                scratch / "a.txt",
+                "--id",
+                "t",
+                "--questions",
+                questions,
+                *_TRAINING,
+            )
         except Exception as error:
             kind = "" if isinstance(error, RuntimeError) else f"{type(error).__name__} "
             self.notes.append(f"not trained: {kind}{error}"[:300])

@@ -45,11 +45,11 @@ def zipf(cartridges: int, exponent: float, count: int, seed: int) -> list[int]:
     return random.Random(seed).choices(range(cartridges), weights, k=count)
 
 
-def scanned(cartridges: int, count: int, seed: int, share: float = 0.33) -> list[int]:
-    """Return Zipf's requests with scans over all cartridges in between, which make up `share` of them."""
+def scanned(cartridges: int, count: int, seed: int) -> list[int]:
+    """Return Zipf's requests with scans over all cartridges in between, which make up a third of them."""
     chance, drawn, asked = random.Random(seed), iter(zipf(cartridges, 1.0, count, seed + 1)), []
     while len(asked) < count:
-        if chance.random() < share / cartridges / (1 - share):
+        if chance.random() < 0.33 / cartridges / (1 - 0.33):
             asked += range(cartridges)
         asked.append(next(drawn))
     return asked[:count]
@@ -66,22 +66,19 @@ def changing(cartridges: int, count: int, seed: int, every: int) -> list[int]:
     return asked
 
 
-def loads(count: int, seed: int = SEED) -> list[Load]:
+def loads(count: int) -> list[Load]:
     """Return the loads, `count` requests each: those of the goal first, then those that must not become worse."""
-    few = {name: zipf(20, exponent, count, seed) for name, exponent in [("1.0", 1.0), ("0.6", 0.6), ("1.4", 1.4)]}
-    chance = random.Random(seed)
+    few, chance = {exponent: zipf(20, exponent, count, SEED) for exponent in (1.0, 0.6, 1.4)}, random.Random(SEED)
     sizes = {number: chance.choice([1, 2, 4, 8, 16]) for number in range(40)}
     return [
-        Load("Zipf 1.0, 20 on 5", few["1.0"], 5),
-        Load("Zipf 0.6, 20 on 5", few["0.6"], 5),
-        Load("Zipf 1.4, 20 on 5", few["1.4"], 5),
-        Load("a third scans, 20 on 5", scanned(20, count, seed), 5),
+        *[Load(f"Zipf {exponent}, 20 on 5", asked, 5) for exponent, asked in few.items()],
+        Load("a third scans, 20 on 5", scanned(20, count, SEED), 5),
         Load("a loop, 20 on 5", [turn % 20 for turn in range(count)], 5),
-        Load("Zipf 1.0, 100 on 10", zipf(100, 1.0, count, seed), 10),
-        Load("a third scans, 100 on 10", scanned(100, count, seed), 10),
-        Load("unequal sizes, 40", zipf(40, 1.0, count, seed), sum(sizes.values()) // 4, sizes),
-        *[Load(f"others after {every}", changing(20, count, seed, every), 5) for every in (50, 100, 200, 500, 2000)],
-        Load("ever new ones", [turn // 40 + n for turn, n in enumerate(few["1.0"])], 5),
+        Load("Zipf 1.0, 100 on 10", zipf(100, 1.0, count, SEED), 10),
+        Load("a third scans, 100 on 10", scanned(100, count, SEED), 10),
+        Load("unequal sizes, 40", zipf(40, 1.0, count, SEED), sum(sizes.values()) // 4, sizes),
+        *[Load(f"others after {every}", changing(20, count, SEED, every), 5) for every in (50, 100, 200, 500, 2000)],
+        Load("ever new ones", [turn // 40 + n for turn, n in enumerate(few[1.0])], 5),
     ]
 
 

@@ -184,8 +184,18 @@ class Benchmark:
     def __init__(self, script: str, doc: str, measures: Sequence[str]) -> None:
         """`doc` is the script's docstring, `measures` the directories and files of the package that it times."""
         self.name, self._what, self._measures = Path(script).stem, doc.strip().splitlines()[0], list(measures)
-        self.parser = parser(doc, self.name)
-        self.parser.add_argument("--name", default=self.name, help="of the result, beside others of the same benchmark")
+        self.parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+        size = self.parser.add_mutually_exclusive_group()
+        size.add_argument("--full", action="store_true", help="the long form: every case, more repetitions")
+        size.add_argument(
+            "--smoke", action="store_true", help="the smallest form, to see that it runs; times mean nothing"
+        )
+        add = self.parser.add_argument
+        add(
+            "--out", type=Path, help=f"where {self.name}.json goes (benchmarks/results; --smoke: a temporary directory)"
+        )
+        add("--note", default="", help="a remark for the record, such as what else ran on the machine")
+        add("--name", default=self.name, help="of the result, beside others of the same benchmark")
 
     def start(self, arguments: Sequence[str] | None = None) -> argparse.Namespace:
         """Parse the command line, and look at the machine before anything runs."""
@@ -258,19 +268,6 @@ def _busy_s() -> tuple[float, float]:
         ticks = user + nice + system + irq + softirq
         return ticks / os.sysconf("SC_CLK_TCK"), sum(used.ru_utime + used.ru_stime for used in own)
     return 0.0, 0.0
-
-
-def parser(doc: str, name: str) -> argparse.ArgumentParser:
-    """Return a parser with the options that every benchmark has; `doc` is its module's docstring."""
-    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    size = made.add_mutually_exclusive_group()
-    size.add_argument("--full", action="store_true", help="the long form: every case, more repetitions")
-    size.add_argument("--smoke", action="store_true", help="the smallest form, to see that it runs; times mean nothing")
-    made.add_argument(
-        "--out", type=Path, help=f"where {name}.json goes (benchmarks/results; --smoke: a temporary directory)"
-    )
-    made.add_argument("--note", default="", help="a remark for the record, such as what else ran on the machine")
-    return made
 
 
 def say(line: str) -> None:

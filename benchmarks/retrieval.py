@@ -37,6 +37,7 @@ import numpy as np
 import report
 from blake3 import blake3
 from sizes import SHAPES, TINY, Shape
+from waiting import until
 
 from lmcache_cartridge.artifact.manifest import Manifest
 from lmcache_cartridge.settings import Settings, from_mapping
@@ -178,14 +179,10 @@ def own_backends(settings: Settings, case: Case, metadata: Any, files: Path, key
             backend.batched_submit_put_task([key], [chunk])
         chunk.ref_count_down()
     for backend in (disk, fs):
-        wait_for(lambda backend=backend: backend.batched_contains(keys) == len(keys), f"LMCache's {backend}", 300)
-        wait_for(lambda backend=backend: not any(map(backend.exists_in_put_tasks, keys)), f"LMCache's {backend}", 300)
+        until(lambda backend=backend: backend.batched_contains(keys) == len(keys), timeout_s=300)
+        until(lambda backend=backend: not any(map(backend.exists_in_put_tasks, keys)), timeout_s=300)
     try:
-        yield {
-            "LMCache LocalCPU": cpu,
-            "LMCache LocalDisk": disk,
-            "LMCache FS": fs,
-        }
+        yield {"LMCache LocalCPU": cpu, "LMCache LocalDisk": disk, "LMCache FS": fs}
     finally:
         for backend in (fs, disk, cpu):
             with contextlib.suppress(Exception):
@@ -194,15 +191,6 @@ def own_backends(settings: Settings, case: Case, metadata: Any, files: Path, key
         thread.join()
         files_pool.shutdown()
         loop.close()
-
-
-def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = 60) -> None:
-    """Return when the condition holds."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError(what)
-        time.sleep(0.02)
 
 
 def retrieve(backend: Any, keys: Sequence[Any]) -> None:

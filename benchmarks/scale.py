@@ -22,7 +22,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -35,14 +34,15 @@ from lmcache_cartridge.artifact.reading import load_manifest
 from lmcache_cartridge.engine.host import server_hasher
 from lmcache_cartridge.engine.trust import Trust
 from lmcache_cartridge.library.registry import Registry
+from lmcache_cartridge.memory.described import Engine
+from lmcache_cartridge.memory.store import CartridgeStore
 from lmcache_cartridge.settings import Settings, from_mapping
-
-if TYPE_CHECKING:
-    from lmcache_cartridge.memory.described import Engine
 
 POSITIONS, CHUNK = 4096, 256
 SHAPE = Fingerprint("benchmark", 1, 1, 2, "bfloat16", 128_000, (), "00" * 32)
 LOOKUPS = 2000
+ENGINE = Engine(SHAPE, CHUNK, 0, 1, "heads", server_hasher(CHUNK), pin_memory=False, allow_trained=True)
+"""Hashes as LMCache's server does."""
 
 
 def document(number: int) -> np.ndarray:
@@ -85,17 +85,8 @@ def settings_of(home: Path) -> Settings:
     )
 
 
-def engine_of() -> Engine:
-    """Return an engine that hashes as LMCache's server does."""
-    from lmcache_cartridge.memory.described import Engine
-
-    return Engine(SHAPE, CHUNK, 0, 1, "heads", server_hasher(CHUNK), pin_memory=False, allow_trained=True)
-
-
 def prepare(home: Path, count: int) -> dict[str, list[float]]:
     """Make and register `count` cartridges under `home`, and start a store with them for the first time."""
-    from lmcache_cartridge.memory.store import CartridgeStore
-
     settings = settings_of(home)
     roots = home / "artefacts"
     payload_file, payload = write_payload(home / "first")
@@ -110,7 +101,7 @@ def prepare(home: Path, count: int) -> dict[str, list[float]]:
     registry = Registry(settings.registry_path)
     register_s = report.timed(lambda: [registry.register(root) for root in made]) / count
     started = time.perf_counter()
-    store = CartridgeStore(settings, engine_of(), Trust)
+    store = CartridgeStore(settings, ENGINE, Trust)
     while store.numbers()["served"] < count:
         time.sleep(count / 50_000)  # a look takes as long as to read some of them
     first_start_s = time.perf_counter() - started
@@ -120,17 +111,15 @@ def prepare(home: Path, count: int) -> dict[str, list[float]]:
 
 def measure(home: Path, count: int) -> dict[str, list[float]]:
     """Return the figures of the `count` cartridges that were prepared under `home`. Run once in a process."""
-    from lmcache_cartridge.memory.store import CartridgeStore
-
-    settings, engine = settings_of(home), engine_of()
+    settings = settings_of(home)
     gc.collect()
     before = memory_bytes()
     started = time.perf_counter()
-    store = CartridgeStore(settings, engine, Trust)
+    store = CartridgeStore(settings, ENGINE, Trust)
     start_s = time.perf_counter() - started
     gc.collect()
     grown = memory_bytes() - before
-    prompts = [list(engine.hasher(document(n))) for n in np.random.default_rng(1).permutation(count)[:200]]
+    prompts = [list(ENGINE.hasher(document(n))) for n in np.random.default_rng(1).permutation(count)[:200]]
     lookups = [
         report.timed(lambda prompt=prompt: store.resident(prompt))
         for _ in range(LOOKUPS // len(prompts))
