@@ -12,7 +12,7 @@ from waiting import until
 
 from lmcache_cartridge.artifact.cartridge import Place
 from lmcache_cartridge.artifact.reading import MANIFEST, PAYLOAD, chunk_range
-from lmcache_cartridge.library.quarantine import Note, ProcessQuarantine, Quarantine, name_of
+from lmcache_cartridge.library.quarantine import Note, Quarantine, name_of
 from lmcache_cartridge.memory.store import CartridgeStore
 
 DIGEST = "ab" * 32
@@ -43,19 +43,6 @@ def test_what_caused_a_quarantine_is_remembered_until_it_is_lifted(tmp_path):
     assert quarantine.notes() == {by_hand.stem: Note("not this one", "")}
     quarantine.lift(DIGEST)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_quarantine_is_seen_and_lifted_by_every_process(tmp_path):
-    mine, theirs = (ProcessQuarantine(Quarantine(tmp_path), lambda digest: "/here") for _ in range(2))
-    assert mine.put(DIGEST, "chunk 3 is corrupt", "/here") is True
-    assert mine.put(DIGEST, "chunk 4 is corrupt", "/here") is False
-    for one in (mine, theirs):
-        one.follow()
-    assert mine.reasons == theirs.reasons == {DIGEST: "quarantined: chunk 3 is corrupt"}
-    Quarantine(tmp_path).lift(DIGEST)
-    for one in (mine, theirs):
-        one.follow()
-    assert (mine.reasons, theirs.reasons) == ({}, {})
 
 
 def test_notes_by_hand_and_of_earlier_releases_are_read(tmp_path):

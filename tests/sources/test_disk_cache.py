@@ -205,23 +205,6 @@ def test_what_a_dead_writer_left_goes_after_a_while(tmp_path):
     assert cache.chunks_by_digest() == {_key(0).digest: 1}
 
 
-def test_the_cartridge_that_was_used_least_recently_goes_first_and_its_last_chunk_first_of_all(tmp_path):
-    clock = Clock()
-    cache = DiskCache(tmp_path / "cache", 6 * SIZE, clock=clock)
-
-    def write(number: int) -> list[int]:
-        clock.now += MINUTE
-        _write(cache, number)
-        return [n for n in _held(cache.root) if n % 20 < 2]
-
-    for number in (0, 1, 20, 21, 40, 41):
-        write(number)
-    clock.now += MINUTE
-    assert _read(cache, 0)
-    assert list(map(write, (2, 3, 4))) == [[0, 1, 20, 21, 40], [0, 1, 20, 40], [0, 20, 40]]
-    check(cache)
-
-
 @pytest.mark.parametrize("moment", ["ftruncate", "pwrite"])
 def test_a_copy_that_cannot_be_replaced_stays(tmp_path, moment, monkeypatch):
     cache = _filled(tmp_path / "cache", 2)
