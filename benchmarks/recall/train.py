@@ -9,20 +9,21 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import os
-import platform
 import random
 import shutil
 import sys
 import time
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 import transformers
 from torch.optim import AdamW, Muon, Optimizer
 from transformers import LlamaForCausalLM
+
+from lmcache_cartridge.make.machine import machine
 
 from .batch import Batch, draw_batch
 from .model import logits_at, new_model
@@ -108,9 +109,12 @@ def train(options: argparse.Namespace) -> None:
         model.load_state_dict(start.state_dict())
     parts = optimizers(model)
     curriculum = Curriculum()
-    clock = _Clock(options)
-    step = 0
-    while (progress := clock.progress(step)) < 1:
+    began, step = time.monotonic(), 0
+
+    def took_min() -> float:
+        return (time.monotonic() - began) / 60
+
+    while (progress := max(step / options.steps, took_min() / options.minutes)) < 1:
         for optimizer, peak in parts:
             for group in optimizer.param_groups:
                 group["lr"] = peak * rate_factor(step, progress)
@@ -131,75 +135,37 @@ def train(options: argparse.Namespace) -> None:
         if step % 25 == 0:
             print(
                 f"step {step}/{options.steps} length {curriculum.tokens} right {accuracy:.3f} mean "
-                f"{curriculum.accuracy:.3f} loss {loss.item():.3f} gaze {gaze_loss:.3f} | {clock.line(step)}",
+                f"{curriculum.accuracy:.3f} loss {loss.item():.3f} gaze {gaze_loss:.3f} | {progress:.0%} after {took_min():.1f} min",
                 flush=True,
             )
-    save(model, options, curriculum, clock, step)
-    print(f"saved {options.out}: {clock.line(step)}")
+    about = machine()
+    record = {
+        "command": "python -m recall.train " + " ".join(sys.argv[1:]),
+        "date": date.today().isoformat(),
+        "hardware": f"{about['cpu']}, {about['cores']} cores",
+        "seed": options.seed,
+        "threads": options.threads,
+        "wall_s": round(60 * took_min()),
+        "steps": step,
+        "document_tokens": curriculum.tokens,
+        "versions": {"python": about["python"], **about["packages"]},
+    }
+    save(model, options, record)
+    print(f"saved {options.out} after {took_min():.1f} min")
 
 
-class _Clock:
-    """Wall and CPU seconds since it was made, and how far the run is by steps or by minutes."""
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        self._options = options
-        self._wall_start_s = time.monotonic()
-        self._cpu_start_s = time.process_time()
-
-    def wall_s(self) -> float:
-        return time.monotonic() - self._wall_start_s
-
-    def cpu_s(self) -> float:
-        return time.process_time() - self._cpu_start_s
-
-    def progress(self, step: int) -> float:
-        return max(step / self._options.steps, self.wall_s() / (self._options.minutes * 60))
-
-    def line(self, step: int) -> str:
-        left_s = self.wall_s() * max(0.0, 1 / self.progress(step) - 1)
-        return f"{self.wall_s() / 60:.1f} min, cpu {self.cpu_s():.0f} s, about {left_s / 60:.1f} min left"
-
-
-def save(
-    model: LlamaForCausalLM, options: argparse.Namespace, curriculum: Curriculum, clock: _Clock, step: int
-) -> None:
+def save(model: LlamaForCausalLM, options: argparse.Namespace, record: dict[str, Any]) -> None:
     """Write the model as bfloat16 with tokenizer and record into `options.out`, replacing file by file."""
     partial = options.out.with_name(options.out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     copy.deepcopy(model).to(torch.bfloat16).save_pretrained(partial)
     build_tokenizer().save_pretrained(partial)
-    record = {
-        "command": "python -m recall.train " + " ".join(sys.argv[1:]),
-        "date": date.today().isoformat(),
-        "hardware": hardware(),
-        "seed": options.seed,
-        "threads": options.threads,
-        "wall_s": round(clock.wall_s()),
-        "cpu_s": round(clock.cpu_s()),
-        "steps": step,
-        "document_tokens": curriculum.tokens,
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
-    }
     earlier = [] if options.init is None else json.loads((options.init / RECORD).read_text(encoding="utf-8"))
     (partial / RECORD).write_text(json.dumps([*earlier, record], indent=2) + "\n", encoding="utf-8")
     options.out.mkdir(parents=True, exist_ok=True)
     for file in partial.iterdir():
         file.replace(options.out / file.name)
     partial.rmdir()
-
-
-def hardware() -> str:
-    """Return the processor's name and the number of cores of this machine."""
-    name = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        lines = (line.partition(":") for line in cpuinfo.read_text().splitlines())
-        name = next((value.strip() for key, _, value in lines if key.strip() == "model name"), name)
-    return f"{name}, {os.cpu_count()} cores, no GPU"
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
