@@ -12,7 +12,7 @@ from waiting import until
 
 from lmcache_cartridge.artifact.cartridge import Place
 from lmcache_cartridge.artifact.reading import MANIFEST, PAYLOAD, chunk_range
-from lmcache_cartridge.library.quarantine import Note, Quarantine, name_of
+from lmcache_cartridge.library.quarantine import Note, ProcessQuarantine, Quarantine, name_of
 from lmcache_cartridge.memory.store import CartridgeStore
 
 DIGEST = "ab" * 32
@@ -43,6 +43,12 @@ def test_what_caused_a_quarantine_is_remembered_until_it_is_lifted(tmp_path):
     assert quarantine.notes() == {by_hand.stem: Note("not this one", "")}
     quarantine.lift(DIGEST)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_first_reason_stays_and_is_told_once(tmp_path):
+    quarantine = ProcessQuarantine(Quarantine(tmp_path), lambda digest: "/here")
+    assert [quarantine.put(DIGEST, f"chunk {n} is corrupt", "/here") for n in (3, 4)] == [True, False]
+    assert quarantine.reasons == {DIGEST: "quarantined: chunk 3 is corrupt"}
 
 
 def test_notes_by_hand_and_of_earlier_releases_are_read(tmp_path):
