@@ -334,6 +334,11 @@ def test_documents_stand_where_every_part_has_one_and_the_last_trained_one_ends_
     replaced = home.resolve("a", "text")
     told = "a@1;positions=32;injected=0;served=document, text@1;positions=16;injected=0;served=tokens"
     assert (replaced.document_ids, replaced.replaced) == (a + text, told)
+    assert replaced.used(20) == "a@1;positions=32;injected=20, text@1;positions=16;injected=0;served=tokens"
+    digest = home.made["a@1"].digest
+    assert (replaced.tag, [*replaced.located], replaced.positions) == (digest, [digest], 32), (
+        "of what is injected alone"
+    )
 
 
 def test_a_chain_of_llama4_ends_where_its_attention_depends_on_the_engine(home):
