@@ -80,6 +80,9 @@ LATENT = {
 """Latent vectors of the one size that vLLM 0.32 has kernels for on CPU, with the RoPE that DeepSeek's models have."""
 MAX_MODEL_LEN = 1024
 """Of the engines that the families are tried in. Phi-3 is for it where it is `long`, and is not where it is `short`."""
+_EYES = {
+    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 56, "patch_size": 14,
+}  # fmt: skip
 _QWEN_EYES = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 4 * HEAD_SIZE}
 _MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}}
 _IDS = {
@@ -134,44 +137,18 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
         **_IDS,
     ),
     "gemma3 seeing": lambda: Gemma3Config(
-        text_config=_GEMMA3,
-        mm_tokens_per_image=4,
-        image_token_index=630,
-        boi_token_index=632,
-        eoi_token_index=633,
-        vision_config={
-            "hidden_size": 32,
-            "intermediate_size": 32,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "image_size": 56,
-            "patch_size": 14,
-        },
+        text_config=_GEMMA3, mm_tokens_per_image=4, image_token_index=630, boi_token_index=632, eoi_token_index=633,
+        vision_config=_EYES,
     ),
     "llama4 seeing": lambda: Llama4Config(
-        text_config=_LLAMA4,
-        image_token_index=630,
-        vision_config={
-            "hidden_size": 32,
-            "intermediate_size": 128,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "image_size": 56,
-            "patch_size": 14,
-            "vision_output_dim": 32,
-            "projector_input_dim": 32,
-            "projector_output_dim": 32,
-        },
+        text_config=_LLAMA4, image_token_index=630,
+        vision_config=_EYES | {"intermediate_size": 128, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32},
     ),
-}
-ROTATING = {
-    **dict.fromkeys(("smollm3", "exaone4", "cohere2", "llama4", "llama4 seeing"), (0, 1, 2)),
-    **dict.fromkeys(("llama", "gptj", "falcon multi-query", "falcon grouped", "qwen2-moe"), (0, 1, 2, 3)),
-    **dict.fromkeys(("gemma2", "mistral with a window", "gpt-oss", "gemma3", "gemma3 seeing"), (0, 1, 2, 3)),
-    **dict.fromkeys(("qwen2-vl", "qwen2.5-vl", "qwen3-vl"), (0, 1, 2, 3)),
-    **dict.fromkeys(("phi3 long", "phi3 short"), (0, 1, 2, 3)),
-    **dict.fromkeys(("deepseek-v2", "deepseek-v3"), (0, 1, 2)),
-}
+}  # fmt: skip
+ROTATING = dict.fromkeys("smollm3,exaone4,cohere2,llama4,llama4 seeing,deepseek-v2,deepseek-v3".split(","), (0, 1, 2)) | dict.fromkeys(
+    "llama,gptj,falcon multi-query,falcon grouped,qwen2-moe,gemma2,mistral with a window,gpt-oss,gemma3,gemma3 seeing,qwen2-vl,"
+    "qwen2.5-vl,qwen3-vl,phi3 long,phi3 short".split(","), (0, 1, 2, 3),
+)  # fmt: skip
 """The layers that rotate their keys, of families that can be chained."""
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
-from collections.abc import Callable
 
 import pytest
 import torch
 from chunks import one_by_one
+from waiting import run_threads
 
 from lmcache_cartridge.library.index import ChunkKey
 from lmcache_cartridge.library.workers import Workers
@@ -25,19 +24,6 @@ os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 use_all_cores()
 print(*os.sched_getaffinity(0))
 """
-
-
-def _bound(call: Callable[[], None]) -> None:
-    """Call from a thread that is bound to one core, as vLLM binds the main thread of its CPU workers."""
-
-    def run() -> None:
-        os.sched_setaffinity(0, {min(CORES)})
-        call()
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join(30)
-    assert not thread.is_alive()
 
 
 def _load(found: list[set[int]]) -> None:
@@ -57,8 +43,9 @@ def _fetch(found: list[set[int]]) -> None:
 
 @pytest.mark.parametrize("work", [_load, _fetch])
 def test_a_thread_that_loads_runs_on_every_core(work):
+    """Also where the thread that begins it is bound to one, as vLLM binds the main thread of its CPU workers."""
     found: list[set[int]] = []
-    _bound(lambda: work(found))
+    run_threads(1, lambda _: (os.sched_setaffinity(0, {min(CORES)}), work(found)))
     assert found == [CORES]
 
 
