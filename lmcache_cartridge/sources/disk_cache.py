@@ -6,7 +6,8 @@
 
 A copy appears by rename, and its bytes count in full from before they are written. So what the lock file says is too much after a
 process was killed, never too little, until the files are counted again: when a cache is opened, and when the budget is used
-up and the oldest files that the last count found are gone.
+up and the oldest files that the last count found are gone. That takes a second for some 100,000 files and holds up nobody, so
+what is counted while something is changed goes for nothing.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -36,7 +38,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _FILE = re.compile(r"([0-9]{1,9})-[0-9]{1,9}-[0-9]{1,9}\.bin")
-_SUM = struct.Struct("<qq")
+_SUM = struct.Struct("<qqq")
 _LOCK_TIMEOUT_S, _PAUSE_S = 2.0, 20.0
 """How long a process may hold up a change, and how long nothing is changed after one did: it may be stopped."""
 _LEFT_S = 3600.0
@@ -78,6 +80,8 @@ class _Sum(NamedTuple):
 
     bytes: int = 0
     copies: int = 0
+    changes: int = 0
+    """How often one of the others was changed."""
 
 
 class _Copy(NamedTuple):
@@ -108,13 +112,10 @@ class DiskCache:
         self._complaints: set[int | None] = set()
         self._paused_until = 0.0
         self._oldest: list[_Copy] = []
-        """The oldest last; used and changed by whoever holds the directory."""
-
-        def adopt(lock: int) -> bool:
-            self._set(lock, self._look())
-            return self._make_room(lock, 0)
-
-        if self._change(adopt) is None:
+        """The oldest last; shortened by whoever holds the directory."""
+        if self._count_files():
+            self._change(lambda: self._make_room(0))
+        else:
             self._sum = self._look()
 
     def read_into(self, key: CopyKey, out: memoryview, seen: Seen | None = None) -> bool:
@@ -127,7 +128,7 @@ class DiskCache:
             with _opened(path, os.O_RDONLY) as file:
                 status = os.fstat(file)
                 if not stat.S_ISREG(status.st_mode) or status.st_size != len(out):
-                    raise OSError(errno.EINVAL, f"is no file of {len(out)} bytes", str(path))
+                    raise OSError(f"{path} is no file of {len(out)} bytes")
                 read_exactly(file, 0, out, str(path), seen)
                 if abs(self._clock() - status.st_mtime) > _TOUCH_S:
                     with suppress(OSError):
@@ -142,7 +143,10 @@ class DiskCache:
         """Keep a copy if the budget allows one of its size. Blocks for the write; never raises."""
         if len(data) > self._budget_bytes:
             return
-        part = self._change(lambda lock: self._start(lock, key, len(data)))
+        start = partial(self._start, key, len(data))
+        part = self._change(start)
+        if part is None and not self._oldest and self._count_files():
+            part = self._change(start)
         if part is None:
             return
         published = None
@@ -152,7 +156,7 @@ class DiskCache:
                 while done < len(data):
                     done += os.pwrite(file, data[done:], done)
                 self._touch(file)
-            published = self._change(lambda lock: self._publish(lock, part, self._path(key)))
+            published = self._change(lambda: self._publish(part, self._path(key)))
         except OSError as error:
             self._complain(error)
         if published is None:
@@ -160,31 +164,31 @@ class DiskCache:
         else:
             self._count(promoted=1, written_bytes=len(data), discarded=published)
 
-    def _start(self, lock: int, key: CopyKey, size_bytes: int) -> Path | None:
+    def _start(self, key: CopyKey, size_bytes: int) -> Path | None:
         """Return the file of a copy that is to be written, which counts in full from now on; None without room for it."""
         path = self._path(key)
-        if not self._make_room(lock, size_bytes):
+        if not self._make_room(size_bytes):
             return None
         path.parent.mkdir(mode=0o700, exist_ok=True)
         part = path.parent / f"{uuid.uuid4().hex}.part"
-        self._add(lock, size_bytes, 0)
+        self._add(size_bytes, 0)
         try:
             with _opened(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
                 os.ftruncate(file, size_bytes)
         except OSError:
             part.unlink(missing_ok=True)
-            self._add(lock, -size_bytes, 0)
+            self._add(-size_bytes, 0)
             raise
         return part
 
-    def _publish(self, lock: int, part: Path, path: Path) -> int:
+    def _publish(self, part: Path, path: Path) -> int:
         """Let a filled file be the copy; return how many it takes the place of."""
-        replaced = self._remove(lock, path)
-        self._add(lock, 0, 1)
+        replaced = self._remove(path)
+        self._add(0, 1)
         try:
             part.rename(path)
         except OSError:
-            self._add(lock, 0, -1)
+            self._add(0, -1)
             raise
         return replaced
 
@@ -195,7 +199,7 @@ class DiskCache:
 
     def _drop(self, path: Path) -> int:
         """Remove a file, whoever holds the directory: the next count notices. Return how many were taken from the sum."""
-        removed = self._change(lambda lock: self._remove(lock, path))
+        removed = self._change(lambda: self._remove(path))
         if removed is None:
             with suppress(OSError):
                 path.unlink()
@@ -203,10 +207,11 @@ class DiskCache:
 
     def evict(self, digest: str) -> int:
         """Remove every copy of a cartridge and return how many there were. Never raises."""
-        removed = (
-            self._change(lambda lock: sum(self._remove(lock, Path(copy.path)) for copy in list(self._copies(digest))))
-            or 0
-        )
+
+        def remove_all() -> int:
+            return sum(self._remove(Path(copy.path)) for copy in list(self._copies(digest)))
+
+        removed = self._change(remove_all) or 0
         self._count(evicted=removed)
         return removed
 
@@ -215,39 +220,35 @@ class DiskCache:
 
         Files removed by hand are counted as resident until the budget is used up or the cache is opened again.
         """
+        total = self._sum
         try:
             with _opened(self.root / "lock", os.O_RDONLY) as lock:
-                self._sum = _read_sum(lock) or self._sum
+                total = _read_sum(lock) or total
         except OSError:
             if not self.root.exists():
-                self._sum = _Sum()
+                total = _Sum()
         with self._lock:
             did = {name: self._counts[name] for name in DiskStats._fields[:7]}
-        total = self._sum
         return DiskStats(**did, resident=total.copies, resident_bytes=total.bytes, budget_bytes=self._budget_bytes)
 
     def chunks_by_digest(self) -> dict[str, int]:
         """Return how many stored chunks of each cartridge have a copy, of any heads. Looks at every file."""
         return {digest: len({copy.chunk for copy in self._copies(digest)}) for digest in self._digests()}
 
-    def close(self) -> None:
-        """Nothing to give back."""
-
     def _path(self, key: CopyKey) -> Path:
         if not _DIGEST.fullmatch(key.digest) or (self.root / key.digest).is_symlink():
             raise OSError(errno.EINVAL, "is no digest, or a link", key.digest)
         return self.root / key.digest / f"{key.chunk}-{key.first_head}-{key.last_head}.bin"
 
-    def _change(self, work: Callable[[int], T]) -> T | None:
-        """Return what `work` does with the lock file while the directory is held; None where that fails."""
+    def _change(self, work: Callable[[], T]) -> T | None:
+        """Return what `work` does while the directory is held and `_sum` is right; None where that fails."""
         try:
             if time.monotonic() < self._paused_until:
                 return None
             self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
-            with self._changing, locked(self.root / "lock", _LOCK_TIMEOUT_S) as lock:
-                if _read_sum(lock) is None:
-                    self._set(lock, self._look())
-                return work(lock)
+            with self._changing, locked(self.root / "lock", _LOCK_TIMEOUT_S) as self._file:
+                self._sum = _read_sum(self._file) or self._set(self._look())
+                return work()
         except OSError as error:
             if isinstance(error, TimeoutError):
                 self._paused_until = time.monotonic() + _PAUSE_S
@@ -266,52 +267,62 @@ class DiskCache:
             if not _DIGEST.fullmatch(digest) or directory.is_symlink():
                 return
             for entry in os.scandir(directory):
-                with suppress(OSError):  # it may go while this looks
+                with suppress(OSError):
                     if (match := _FILE.fullmatch(entry.name)) and entry.is_file(follow_symlinks=False):
                         status = entry.stat(follow_symlinks=False)
                         yield _Copy(status.st_mtime_ns, int(match[1]), status.st_size, entry.path)
 
-    def _look(self) -> _Sum:
-        """Return what the files come to, and remember in which order they go."""
-        cartridges, sizes = [], []
-        for digest in self._digests():
-            sizes += [_size(part) or 0 for part in (self.root / digest).glob("*.part") if not _is_left(part)]
-            cartridges.append(sorted(self._copies(digest), key=lambda copy: copy.chunk))
-        cartridges.sort(key=lambda copies: max(copies, default=()), reverse=True)
-        self._oldest = [copy for copies in cartridges for copy in copies]
-        return _Sum(sum(sizes) + sum(copy.bytes for copy in self._oldest), len(self._oldest))
-
-    def _set(self, lock: int, total: _Sum) -> None:
-        os.pwrite(lock, _SUM.pack(*total), 0)
-        self._sum = total
-
-    def _add(self, lock: int, size_bytes: int, copies: int) -> None:
-        known = _read_sum(lock) or _Sum()
-        total = _Sum(known.bytes + size_bytes, known.copies + copies)
-        self._set(lock, total if min(total) >= 0 else self._look())  # below nothing: files were put here by hand
-
-    def _make_room(self, lock: int, needed_bytes: int) -> bool:
-        """Evict what was used least recently until the budget has room for more; False where others are writing too much."""
-        looked = False
-        while (_read_sum(lock) or _Sum()).bytes > self._budget_bytes - needed_bytes:
-            if self._oldest:
-                copy = self._oldest.pop()
-                with suppress(FileNotFoundError, NotADirectoryError):
-                    if Path(copy.path).lstat().st_mtime_ns == copy.used_ns:  # else it was used since, or is another
-                        self._count(evicted=self._remove(lock, Path(copy.path)))
-            elif looked:
-                return False
-            else:
-                looked = True
-                self._set(lock, self._look())
+    def _count_files(self) -> bool:
+        """Let the sum be what the files come to, unless it is changed while they are counted; False where it cannot be."""
+        if (before := self._change(lambda: self._sum)) is None:
+            return False
+        total = self._look(before.changes)
+        self._change(lambda: self._sum == before != total and self._set(total))
         return True
 
-    def _remove(self, lock: int, path: Path) -> int:
+    def _look(self, changes: int = 0) -> _Sum:
+        """Return what the files come to, and remember in which order they go. Never raises."""
+        cartridges, sizes = [], []
+        for digest in self._digests():
+            with suppress(OSError):  # it may go while this looks
+                sizes += [_size(part) or 0 for part in (self.root / digest).glob("*.part") if not _is_left(part)]
+            cartridges.append(sorted(self._copies(digest), key=lambda copy: copy.chunk))
+        cartridges.sort(key=lambda copies: max(copies, default=()), reverse=True)
+        self._oldest = oldest = [copy for copies in cartridges for copy in copies]
+        return _Sum(sum(sizes) + sum(copy.bytes for copy in oldest), len(oldest), changes)
+
+    # The directory is held in everything below that changes the sum.
+
+    def _set(self, total: _Sum) -> _Sum:
+        os.pwrite(self._file, _SUM.pack(*total), 0)
+        self._sum = total
+        return total
+
+    def _add(self, size_bytes: int, copies: int) -> None:
+        known = self._sum
+        total = _Sum(known.bytes + size_bytes, known.copies + copies, known.changes + 1)
+        if min(total) < 0:  # files were put here by hand
+            total = self._look(total.changes)
+        self._set(total)
+
+    def _make_room(self, needed_bytes: int) -> bool:
+        """Evict what was used least recently until the budget has room for more; False where the last count found too little."""
+        oldest = self._oldest  # a thread that counts puts another in its place
+        while self._sum.bytes > self._budget_bytes - needed_bytes:
+            if not oldest:
+                return False
+            copy = oldest.pop()
+            with suppress(FileNotFoundError, NotADirectoryError):
+                if Path(copy.path).lstat().st_mtime_ns == copy.used_ns:  # else it was used since, or is another
+                    self._count(evicted=self._remove(Path(copy.path)))
+        return True
+
+    def _remove(self, path: Path) -> int:
         """Remove a copy, and its directory if that is empty then; return how many there were. The directory is held."""
         if (size_bytes := _size(path)) is None:
             return 0
         path.unlink()
-        self._add(lock, -size_bytes, -(path.suffix == ".bin"))
+        self._add(-size_bytes, -(path.suffix == ".bin"))
         with suppress(OSError):
             path.parent.rmdir()
         return 1

@@ -143,7 +143,7 @@ class Follower:
 
 def look(settings: Settings) -> None:
     """Bring this machine's copy of the library up to date, where settings name one. Raises what `Follower` does."""
-    if (follower := follower_of(settings.model_copy(update={"reload_s": 0}))) is not None:
+    if follower := follower_of(settings.model_copy(update={"reload_s": 0})):
         follower.close()
 
 

@@ -59,7 +59,7 @@ def push(
     there = _manifest_at(location, source)
     found = verified(root, progress)
     manifest = manifest or found
-    if there is not None and there.digest != manifest.digest:  # else another push may just have completed the same
+    if there and there.digest != manifest.digest:  # else another push may just have completed the same
         if not force:
             raise CartridgeExists(
                 f"{location} holds {there.name} of other content (digest {there.digest[:16]}..., that of {manifest.name} is "

@@ -149,6 +149,7 @@ def test_threads_of_several_processes_keep_one_budget_and_exact_counters(tmp_pat
             with _locked(root):  # nothing is renamed while this counts
                 most = max(most, _bytes_on_disk(root))
             assert watching.stats().resident_bytes <= budget
+            assert not any(process.exitcode for process in processes)
             time.sleep(0.001)
         stats = [end.recv() for end in ends]
     finally:
@@ -244,7 +245,6 @@ def test_a_copy_that_gets_no_name_is_none(tmp_path, monkeypatch):
     _write(cache, 1)
     assert (cache.stats().resident, _read(cache, 1)) == (1, False)
     assert not list(cache.root.glob("*/*.part"))
-    cache.close()
     check(cache)
 
 
@@ -258,6 +258,25 @@ def test_a_stopped_process_costs_one_wait_and_not_one_a_chunk(tmp_path, monkeypa
         for number in range(4, 20):
             _write(cache, number)
     assert asked == []
+
+
+def test_nobody_waits_while_files_are_counted_and_what_is_written_meanwhile_counts(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk_cache, "_LOCK_TIMEOUT_S", 0.05)
+    other, really, numbers = _filled(tmp_path / "cache", 4, 5 * SIZE), os.scandir, [10]
+
+    def meanwhile(path: Any) -> Any:
+        while numbers:
+            _write(other, numbers.pop())
+        return really(path)
+
+    monkeypatch.setattr(os, "scandir", meanwhile)
+    cache = DiskCache(other.root, 5 * SIZE)
+    assert (_held(cache.root), cache.stats()[7:9]) == ([0, 1, 2, 3, 10], (5, 5 * SIZE))
+    for number in range(11, 16):
+        _write(cache, number)
+        numbers.append(number + 10)  # written where the first count was of too little
+        assert _bytes_on_disk(cache.root) == 5 * SIZE
+    check(cache)
 
 
 def test_while_another_process_holds_the_lock_copies_are_read_and_none_are_written(tmp_path, monkeypatch, caplog):
