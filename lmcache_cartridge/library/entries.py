@@ -131,10 +131,9 @@ class Entries:
         """
         with self._refreshing:
             look = self._registry.look(self._revision)
-            self._quarantine.follow()
-            for digest in self.quarantined:
+            for digest in self._quarantine.follow() & self.quarantined.keys():
                 self._doubt(digest)
-            gone = self._take_in(*look) if look is not None else set()
+            gone = self._take_in(*look) if look else set()
             with self._lock:
                 removed = [digest for digest in gone if not self._entries[digest].names]
                 for digest in removed:
@@ -168,6 +167,7 @@ class Entries:
                 self._unread.pop(one.name, None)
             self._unread = {name: tried._replace(due_s=-math.inf) for name, tried in self._unread.items()}
             unread = [one for one in new if not self._adopt(one, recalled.get(one.digest))]
+            self._quarantine.publish()
             self._unread.update((one.name, _Unread()) for one in unread)
         if is_first:
             remote = {one.location for one in now.values() if is_remote(one.location)}
@@ -217,7 +217,7 @@ class Entries:
         """Let the cartridges of a tag that are not registered stay for another `grace_s`: somebody uses them."""
         with self._lock:
             for digest in tag.split("."):
-                if (entry := self._entries.get(digest)) is not None and entry.is_retired:
+                if (entry := self._entries.get(digest)) and entry.is_retired:
                     entry.until_s = self._clock() + self._grace_s
 
     def quarantine(self, digest: str, reason: str, location: str) -> bool:
@@ -277,13 +277,13 @@ class Entries:
         """Iterate over the entries that are served under their names. The lock is held."""
         quarantined = self.quarantined
         for digest, entry in self._entries.items():
-            if entry.row is not None and not entry.is_retired and digest not in quarantined:
+            if entry.row and not entry.is_retired and digest not in quarantined:
                 yield entry
 
     def names_of(self, digest: str) -> tuple[str, ...]:
         """Return every `id@version` that has a digest; none for one that is not registered."""
         entry = self._entries.get(digest)
-        return () if entry is None else entry.names
+        return entry.names if entry else ()
 
     def registered(self, digest: str) -> list[RegistryEntry]:
         """Return every registered version that has a digest."""
@@ -301,7 +301,7 @@ class Entries:
             return {
                 name: str(why)
                 for digest, entry in self._entries.items()
-                if (why := quarantined.get(digest) or entry.error) is not None
+                if (why := quarantined.get(digest) or entry.error)
                 for name in entry.names
             }
 
@@ -356,7 +356,7 @@ class Entries:
 
     def _put(self, entry: Entry, row: Row, cartridge: Cartridge, rank: str = "") -> None:
         """Have a cartridge served that was read, unless it lies elsewhere too and this copy is quarantined."""
-        if entry.row is None or not self._quarantine.holds(row.digest, row.location):
+        if not entry.row or not self._quarantine.holds(row.digest, row.location):
             self._manifests.put(row.digest, cartridge)
             self._serve(entry, row, rank)
             self._quarantine.publish()
@@ -373,7 +373,7 @@ class Entries:
         """Note why a cartridge is not served, unless it lies elsewhere, sound."""
         error.__cause__ = error.__context__ = None  # they hold what was read
         with self._lock:
-            if entry.row is None or entry.is_retired:
+            if not entry.row or entry.is_retired:
                 entry.error = error.with_traceback(None)
         if not quiet:
             logger.warning("cartridge %s is not served: %s", name, error)
@@ -417,7 +417,7 @@ class Entries:
     def _keep(self) -> None:
         """Keep what was read for the next start, where it is much."""
         with self._lock:
-            rows = [entry.row for entry in self._entries.values() if entry.row is not None and not entry.is_retired]
+            rows = [entry.row for entry in self._entries.values() if entry.row and not entry.is_retired]
             unkept, self._unkept = self._unkept, 0
         if unkept and len(rows) >= _KEPT_FROM:
             self._reader.keep(rows)

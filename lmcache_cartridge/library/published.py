@@ -251,7 +251,7 @@ def _state(db: sqlite3.Connection) -> _State:
 
 
 def _set_state(db: sqlite3.Connection, state: _State) -> None:
-    values = (state.revision, state.number, json.dumps(state.recent), state.problem)
+    values = (*state[:2], json.dumps(state.recent), state.problem)
     db.execute("INSERT OR REPLACE INTO published VALUES (1, ?, ?, ?, ?)", values)
 
 

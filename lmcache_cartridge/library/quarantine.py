@@ -96,8 +96,8 @@ class ProcessQuarantine:
         """By digest; such cartridges are not served. Replaced and never changed, so that it can be read at any time."""
         self._quarantine, self._location_of = quarantine, location_of
         self._notes: dict[str, Note] = {}
-        self._unwritten: dict[str, Note] = {}
-        """Notes that the directory did not take, so that they are not lifted when they are not there."""
+        self._written: set[str] = set()
+        """Which of them the directory had: no others are lifted when they are not there."""
         self._lock = threading.RLock()
 
     def put(self, digest: str, reason: str, location: str) -> bool:
@@ -106,11 +106,11 @@ class ProcessQuarantine:
             if self.holds(digest, location):
                 return False
             name = name_of(digest, location)
-            self._notes[name] = self._unwritten[name] = Note(reason, location)
+            self._notes[name] = Note(reason, location)
         is_written = self._quarantine.put(digest, reason, location)  # without the lock: that disk may hang
         with self._lock:
             if is_written:
-                self._unwritten.pop(name, None)
+                self._written.add(name)
             self.publish()
         return True
 
@@ -119,15 +119,18 @@ class ProcessQuarantine:
         with self._lock:
             return any(name.startswith(digest) and note.is_about(location) for name, note in self._notes.items())
 
-    def follow(self) -> None:
-        """Take in what others put into the directory, or lifted from it."""
-        before, written = set(self._notes), self._quarantine.notes()
+    def follow(self) -> set[str]:
+        """Take in what others put into the directory, or lifted from it; return the digests that it was about."""
+        before, written = set(self._written), self._quarantine.notes()
         with self._lock:
-            self._notes |= written
-            for name in before - written.keys() - self._unwritten.keys():
+            for name in before - written.keys():
                 self._notes.pop(name, None)
+                self._written.discard(name)
                 logger.info("the quarantine of %s was lifted", name)
+            self._notes |= written
+            self._written |= written.keys()
             self.publish()
+        return {name.partition("-")[0] for name in before ^ written.keys()}
 
     def forgive(self, digest: str) -> None:
         """Lift the quarantines that copies on S3 caused; what is there now is checked when it is loaded. Else no change."""
@@ -135,7 +138,6 @@ class ProcessQuarantine:
             names = [n for n, note in self._notes.items() if n.startswith(digest) and is_remote(note.location)]
             for name in names:
                 del self._notes[name]
-                self._unwritten.pop(name, None)
             self.publish()
         for name in names:
             with suppress(OSError):

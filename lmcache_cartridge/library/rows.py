@@ -78,7 +78,7 @@ class RowReader:
         """`read` an artefact, one on S3 from the copy that is here, or else from a new one. Blocks for the network then."""
         if not is_remote(location):
             return self.read(digest, Place(Path(location), location))
-        if (copy := self._copies.known(location)) is not None:
+        if copy := self._copies.known(location):
             with suppress(CartridgeError):
                 return self.read(digest, Place(copy, location))
         return self.read(digest, Place(self._copies.fetch(location, check=self._check), location))

@@ -17,6 +17,7 @@ from lmcache_cartridge.artifact.cartridge import Place
 from lmcache_cartridge.artifact.reading import PAYLOAD
 from lmcache_cartridge.errors import CartridgeNotFound, RegistryError
 from lmcache_cartridge.library import workers
+from lmcache_cartridge.library.quarantine import ProcessQuarantine
 from lmcache_cartridge.library.workers import noted
 
 CHAINABLE = make_fingerprint(rope=msgspec.structs.replace(make_rope(), pairing="half"))
@@ -235,9 +236,19 @@ def test_where_every_copy_is_damaged_it_is_refused_until_one_is_sound(home, open
     assert store.claim(digest, {}).poll().refused
     flip_bit(home.payload("m"), 40_000)
     home.quarantine.lift(digest, str(home.root("m")))
-    fresh = opened()
-    until(lambda: fresh.lookup(prompt.hashes, digest) == 4)
-    assert fresh.refused() == {}
+    for sound in (store, opened()):
+        sound.refresh()
+        until(lambda: sound.lookup(prompt.hashes, digest) == 4)  # noqa: B023
+        assert sound.refused() == {}
+
+
+def test_to_look_again_at_what_stays_quarantined_asks_for_none_of_its_copies(home, opened, monkeypatch):
+    made, store, asked, really = home.make(), opened(), [], ProcessQuarantine.holds
+    home.quarantine.put(made.digest, "corrupt")
+    monkeypatch.setattr(ProcessQuarantine, "holds", lambda *args: asked.append(args) or really(*args))
+    for times in (1, 1, 1):
+        store.refresh()
+        assert (list(store.refused()), len(asked)) == (["doc@1"], times)
 
 
 # What is named by path, and what lies on S3.

@@ -137,10 +137,11 @@ def test_rows_of_another_engine_or_registry_are_not_taken(home, opened, reads, m
     assert store.lookup(list(hasher(make_ids(64, 0)))) == made.manifest.positions // chunk
 
 
-def test_what_was_quarantined_since_is_not_served(home, opened):
+@pytest.mark.parametrize("copy", ["this one", ""])
+def test_what_was_quarantined_since_is_not_served(home, opened, copy):
     made = home.make()
     _start_once(home, opened)
-    home.quarantine.put(made.digest, "corrupt")
+    home.quarantine.put(made.digest, "corrupt", copy and str(home.root()))
     store = opened()
     assert (store.names(), store.refused()) == ([], {"doc@1": "quarantined: corrupt"})
     assert store.lookup(home.prompt().hashes) == 0
