@@ -93,7 +93,7 @@ class ManifestCache:
             except (SourceNotFound, SourceDenied):
                 raise
             except SourceError as error:
-                if known is None or force:
+                if not known or force:
                     raise
                 if not entry.warned:
                     entry.warned = True
@@ -134,16 +134,16 @@ class ManifestCache:
         self, location: str, entry: _Entry, known: Path | None, force: bool, check: Callable[[Manifest], None]
     ) -> Path:
         """Return the copy of the artefact that is at the location now."""
-        revision = entry.revision if known else None
+        revision = entry.revision if known and _is_whole(known) else None
         small = self._source.read(location, reading.MANIFEST, MAX_MANIFEST_BYTES, known=revision)
-        if small is not None:
+        if small:
             data, copy = small.data, self._of(location) / blake3(small.data).hexdigest()
         else:
-            assert known is not None, "no other revision is asked for"
+            assert known, "no other revision is asked for"
             data, copy = (known / reading.MANIFEST).read_bytes(), known
         manifest = decode(data, f"{location}/{reading.MANIFEST}")
         check(manifest)
-        is_new = small is not None and not _is_whole(copy, manifest, data)
+        is_new = small is not None and not _is_whole(copy)
         if is_new or force or copy != known:
             self._check_payload(location, manifest)
         if is_new:
@@ -169,20 +169,21 @@ class ManifestCache:
                     files.write(partial / file, [read_whole(self._source, location, file, limit_bytes)], 0o600)
                 reading.load_token_ids(manifest, partial)
                 reading.load_document_ids(manifest, partial)
-                if not _is_whole(copy, manifest, data):
+                if not _is_whole(copy):
                     shutil.rmtree(copy, ignore_errors=True)
         except CartridgeError:
             raise
         except OSError as error:
-            if not _is_whole(copy, manifest, data):  # else another process was first, and its copy does not give way
+            if not _is_whole(copy):  # else another process was first, and its copy does not give way
                 raise ArtifactError(f"{copy}: {error.strerror}; the copy of {location} cannot be kept") from error
 
 
-def _is_whole(copy: Path, manifest: Manifest, data: bytes) -> bool:
-    """Return whether a copy is there and undamaged: whoever cleans the directory may take any of it."""
+def _is_whole(copy: Path) -> bool:
+    """Return whether a copy is there and undamaged: whoever cleans the directory may take any of it, and its disk may fail."""
     try:
+        manifest = reading.load_manifest(copy, payload=False)
         reading.load_token_ids(manifest, copy)
         reading.load_document_ids(manifest, copy)
-        return (copy / reading.MANIFEST).read_bytes() == data
-    except (OSError, ArtifactError):
+        return blake3((copy / reading.MANIFEST).read_bytes()).hexdigest() == copy.name
+    except (OSError, CartridgeError):
         return False

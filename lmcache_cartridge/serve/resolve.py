@@ -30,7 +30,6 @@ from ..errors import (
     CartridgeNotFound,
     ModelMismatch,
     RegistryError,
-    ReplacedArtifact,
     SourceError,
     SourceNotFound,
     UnsupportedModel,
@@ -331,7 +330,7 @@ class Resolver:
         root = None if reference.force_redownload else self._manifests.known(row.location)
         if root is None:
             root = self._fetched(reference, row.location, wait)
-        elif self._is_replaced(root, row.digest):
+        elif not self._is_sound(root, row.digest):
             root = self._fetched(reference, row.location, wait, max_age_s=_REPLACED_S)
         return self._read(reference, root, row.location, row.digest)
 
@@ -397,13 +396,13 @@ class Resolver:
         document = reading.load_document_ids(manifest, root) if is_short else None
         return manifest, ids, None if document is None else tuple(document.tolist())
 
-    def _is_replaced(self, root: Path, digest: str) -> bool:
-        """Whether the copy at `root` is of another artefact than the one that was registered."""
+    def _is_sound(self, root: Path, digest: str) -> bool:
+        """Whether the copy at `root` is undamaged, and of the artefact that was registered."""
         try:
             self._load(root, digest, _stamp(root))
-        except CartridgeError as error:
-            return isinstance(error, ReplacedArtifact)
-        return False
+        except CartridgeError:
+            return False
+        return True
 
     def _local(self, reference: Reference) -> Path:
         """Return the real path of a directory under a configured root; whatever is wrong, the client hears 404."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from faulty_proxy import FaultyProxy, reset, silence, status
-from making import Made, files_under, make_artifact, make_fingerprint, make_ids
+from making import Made, files_under, flip_bit, make_artifact, make_fingerprint, make_ids
 from s3 import S3Server, both
 from waiting import run_threads, until
 
@@ -117,17 +117,19 @@ def test_a_replaced_artefact_is_another_copy_and_the_old_one_stays(remote):
 
 
 @pytest.mark.parametrize("file", [MANIFEST, "token_ids.npy"])
-@pytest.mark.parametrize("damage", ["removed", "truncated"])
-def test_a_damaged_copy_is_made_again_by_the_next_process(remote, file, damage):
-    made = remote.put()
-    copy = remote.cache().fetch(remote.location)
+@pytest.mark.parametrize("damage", ["removed", "truncated", "flipped"])
+@pytest.mark.parametrize("who", ["this", "the next"])
+def test_a_damaged_copy_is_made_again_when_s3_is_asked_by(remote, file, damage, who):
+    made, cache = remote.put(), remote.cache()
+    copy = cache.fetch(remote.location)
     if damage == "removed":
         (copy / file).unlink()
-    else:
+    elif damage == "truncated":
         os.truncate(copy / file, 100)
-    if file != MANIFEST:
-        (copy / MANIFEST).unlink()  # ids are not looked at as long as the manifest is sound
-    assert remote.cache().fetch(remote.location) == copy
+    else:
+        flip_bit(copy / file, 200)
+    asking = cache if who == "this" else remote.cache()
+    assert asking.fetch(remote.location, max_age_s=0) == copy
     assert load_token_ids(load_manifest(copy, made.digest, payload=False), copy) is not None
 
 

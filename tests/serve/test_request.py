@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sqlite3
 from contextlib import closing, nullcontext
 from pathlib import Path
@@ -270,6 +271,21 @@ def test_what_is_pushed_over_a_served_prefix_and_registered_is_served(
         assert resolve(resolver, "h").tag == made.manifest.digest
         assert resolver.resolve([Reference(id="h")], {}).names == f"h@{version}"
     assert refused(resolve, resolver, "h@1")[0] == 422
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "token_ids.npy"])
+def test_a_damaged_copy_of_what_lies_on_s3_is_made_again(home, file, s3_credentials, bucket, tmp_path, monkeypatch):
+    monkeypatch.setattr("lmcache_cartridge.serve.resolve._REPLACED_S", 0.0)
+    resolver, location = home.resolver(s3_endpoint_url=s3_credentials.endpoint), f"s3://{bucket}/h"
+    make_artifact(tmp_path / "h", positions=80, cartridge_id="h", seed=3)
+    for path in (tmp_path / "h").iterdir():
+        s3_credentials.client.upload_file(str(path), bucket, f"h/{path.name}")
+    copy = ManifestCache(home.settings.manifests_dir, resolver.sources).fetch(location)
+    home.registry.register(copy, location)
+    before = resolve(resolver, "h")
+    for _ in range(2):
+        os.truncate(copy / file, 100)
+        assert resolve(resolver, "h").token_ids == before.token_ids
 
 
 @pytest.mark.parametrize(
