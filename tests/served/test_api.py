@@ -219,15 +219,6 @@ class ApiTests:
                 assert whole <= reply.cached_tokens <= positions
                 assert reply.injected + reply.had == reply.cached_tokens
 
-    def test_a_server_that_makes_no_contexts_is_said_so_to_whoever_builds_by_it(
-        self, served, tmp_path, monkeypatch, capsys
-    ):
-        monkeypatch.setenv("VLLM_API_KEY", KEY)
-        (tmp_path / "x").write_text("A document.")
-        where = ["--url", served.url, "--home", str(tmp_path)]
-        assert main(["build", *where, "--id", "x", "--document", str(tmp_path / "x")]) == 1
-        assert "it has to be `serve --l1-bytes BYTES --set contexts=true`" in capsys.readouterr().err
-
     def test_a_request_without_cartridges_is_left_alone(self, served):
         fact = served.wards["a"].facts[0]
         reply = served.asker.complete(ask(fact, 0))
@@ -268,29 +259,6 @@ class ApiTests:
         told = [*ask(facts[0], 0).split(), facts[0].value]
         assert echoed.text.split() == told, "the cartridge is not echoed"
 
-    def test_function_tools_go_with_cartridges(self, served):
-        fact = served.wards["c"].facts[0]
-        tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
-        for choice in ("none", "auto"):
-            reply = served.asker.chat(content(fact), "c", tools=[tool], tool_choice=choice)
-            assert reply.text.strip() == fact.value
-            assert reply.cached_tokens >= 1024
-        web = {"type": "web_search"}
-        status, _ = _status(
-            served.asker.openai.responses.create, model=MODEL, input="x", tools=[web], extra_body={"cartridges": ["c"]}
-        )
-        assert status == 422, "built-in tools render again on every turn"
-
-    @pytest.mark.parametrize(
-        "named",
-        [{"cartridges": ["b"]}, {"cartridges": [{"id": "b@1", "source": "registry"}]}, {"cartridges": [{"id": "b", "force_redownload": True}]},
-         {"kv_transfer_params": {"cartridge_id": "b"}}, {"kv_transfer_params": {"cartridge_id": ["b"], "lmcache.skip_save": True}}],
-    )  # fmt: skip
-    def test_every_way_of_naming_a_cartridge_is_understood(self, served, named):
-        for fact in served.wards["b"].facts[:3]:
-            reply = served.asker.complete(ask(fact, 0), **named)
-            assert (reply.text.strip(), reply.used) == (fact.value, f"b@1;positions={len(served.wards['b'].ids)}")
-
     def test_a_clients_own_tag_would_keep_the_cartridge_away_and_is_refused(self, served):
         tagged = {"lmcache.tag.tenant": "x"}
         assert served.asker.complete("Q: x? A:", kv_transfer_params=tagged).used is None
@@ -316,6 +284,204 @@ class ApiTests:
                 reply = served.asker.http.post("/v1/messages", json=body | name)
                 assert reply.json()["content"][0]["text"].strip() == fact.value
                 assert reply.headers["x-cartridges"].startswith("c@1;positions=1024;injected=")
+
+    def test_a_cartridge_of_another_model_is_a_conflict(self, served):
+        for kind in ("prefill", "trained"):
+            register(served.model, served.settings, served.wards["a"].ids[:512], name=f"foreign-{kind}", kind=kind,
+                     weights_digest="00" * 32)  # fmt: skip
+            status, message = _status(served.asker.complete, "Q: x? A:", f"foreign-{kind}")
+            assert status == 409
+            assert message.startswith(
+                f"foreign-{kind}@1 cannot be used with the model served here: made for another model"
+            )
+            assert f"weights_digest: {'00' * 32}, not" in message
+        assert served.asker.http.post("/v1/cartridges/foreign-trained/pin").status_code == 409
+        assert served.asker.right(served.wards["a"].facts[0], "a")
+
+    def test_an_id_is_answered_by_its_newest_version_that_this_engine_serves(self, served):
+        ward, fact = served.wards["b"], served.wards["b"].facts[0]
+        register(served.model, served.settings, ward.ids, name="moving")
+        before = served.asker.complete(ask(fact, 0), "moving")
+        register(served.model, served.settings, ward.ids[:512], name="moving", version=2, weights_digest="00" * 32)
+        for _ in range(3):
+            for again in (served.asker.complete(ask(fact, 0), "moving"), served.asker.chat(content(fact), ["moving"])):
+                assert (again.text.strip(), again.used) == (fact.value, f"moving@1;positions={len(ward.ids)}")
+                assert again.cached_tokens >= before.cached_tokens > 0
+        chained = served.asker.complete(ask(fact, 0), ["a", "moving"])
+        assert chained.used.endswith(f", moving@1;positions={len(ward.ids)}")
+        assert _status(served.asker.complete, "Q: x? A:", "moving@2")[0] == 409
+        states = {1: "resident", 2: "refused"}
+        until(
+            lambda: {v: served.asker.http.get(f"/v1/cartridges/moving@{v}").json()["state"] for v in states} == states
+        )
+
+    def test_two_hundred_requests_by_sixteen_threads_get_their_own_documents_answers(self, served):
+        rng, names = random.Random(1), list(KINDS)
+        requests = [(name, rng.choice(served.wards[name].facts)) for name in rng.choices(names, k=200)]
+        assert _wrong(served, requests) == []
+        crossed = [(names[i % 3], rng.choice(served.wards[names[(i + 1) % 3]].facts)) for i in range(60)]
+        assert 1 - len(_wrong(served, crossed)) / 60 <= BY_CHANCE, "the control: questions on another's document"
+
+    @pytest.mark.parametrize("kind", ["prefill", "trained"])
+    def test_a_cartridge_replaced_under_its_id_is_never_answered_from_old_blocks(self, served, kind):
+        """Both versions are about the same patients, with other values."""
+        name, names = f"replaced-{kind}", patients(3, 4)[:150]
+        old, new = (_cut(served.model, write_ward(served.model, names, f"{kind}{version}"), 1024) for version in (1, 2))
+        register(served.model, served.settings, old.ids, name=name, kind=kind)
+        assert _wrong(served, [(name, fact) for fact in old.facts[:40]]) == []
+        register(served.model, served.settings, new.ids, name=name, kind=kind, version=2)
+        rng = random.Random(3)
+        requests = [
+            (name, rng.choice(new.facts)) if i % 2 else (f"{name}@1", rng.choice(old.facts)) for i in range(200)
+        ]
+        assert _wrong(served, requests) == []
+        known = {fact[:2]: fact.value for fact in old.facts}
+        changed = [fact for fact in new.facts if known.get(fact[:2], fact.value) != fact.value]
+        assert len(changed) >= 10, "the control: the versions contradict each other"
+        assert len(_wrong(served, [(f"{name}@1", fact) for fact in changed])) == len(changed)
+
+    @pytest.mark.parametrize("plain_first", [True, False])
+    def test_a_plain_prompt_of_identity_tokens_neither_gets_the_cartridge_nor_poisons_it(self, served, plain_first):
+        name = f"secret-{plain_first}"
+        ward = _cut(served.model, write_ward(served.model, patients(3, 4), name, tokens=530), 512)
+        manifest = register(served.model, served.settings, ward.ids, name=name, kind="trained")
+        identity = reading.load_token_ids(manifest, served.settings.cartridges_dir / name / "1").tolist()
+        guess = Resolver(served.settings).resolve([Reference(id=name)]).salt(None)
+        facts = ward.facts[:8]
+
+        def plain() -> None:
+            for salt in ({}, {"cache_salt": guess}):
+                replies = [served.asker.complete([*identity, *encode(ask(fact, 0))], **salt) for fact in facts]
+                # Blocks of 128 that such prompts themselves computed before may be reused among them.
+                right = [reply.text.strip() == fact.value for reply, fact in zip(replies, facts, strict=True)]
+                assert sum(right) <= 2
+                assert replies[0].cached_tokens == 0
+
+        def cartridge() -> None:
+            assert [fact for fact in facts if not served.asker.right(fact, name)] == []
+
+        if plain_first:
+            plain()
+            cartridge()
+        else:
+            cartridge()
+            plain()
+            cartridge()
+
+    @pytest.mark.parametrize("named", [["both"], ["a", "c"], ["a", "c", "b"]])
+    def test_a_chain_answers_questions_on_all_its_documents_as_well_as_all_of_them_in_the_prompt(self, served, named):
+        names = ["a", "b"] if named == ["both"] else named
+        wards = [served.wards[name] for name in names]
+        facts = [fact for ward in wards for fact in ward.facts[::8]]
+        whole = prefill(served.model, [wards[0].ids[0], *(i for ward in wards for i in ward.ids[1:])])
+        expected = int((margins(served.model, whole, facts) > 0).sum())
+        replies = [served.asker.complete(ask(fact, 0), named) for fact in facts]
+        right = sum(reply.text.strip() == fact.value for reply, fact in zip(replies, facts, strict=True))
+        assert right >= expected - 0.05 * len(facts)
+        assert right > 0.8 * len(facts)
+        total = sum(len(ward.ids) for ward in wards)
+        assert replies[0].used == ", ".join(f"{n}@1;positions={len(w.ids)}" for n, w in zip(names, wards, strict=True))
+        if named[-1] == "c":
+            assert total % CHUNK and {reply.cached_tokens for reply in replies} == {total}, "to its end inside a chunk"
+        assert all(reply.cached_tokens >= total // CHUNK * CHUNK for reply in replies)
+        assert replies[0].prompt_tokens == total + len(encode(ask(facts[0], 0)))
+
+    def test_cartridges_are_listed_and_moved_between_the_tiers(self, served):
+        http = served.asker.http
+
+        def state(name: str) -> dict[str, Any]:
+            return http.get(f"/v1/cartridges/{name}").json()
+
+        listed = {row["id"]: row for row in http.get("/v1/cartridges").json()["data"]}
+        assert {"a", "b", "c"} <= set(listed)
+        assert str(served.settings.home) not in http.get("/v1/cartridges").text
+        assert http.post("/v1/cartridges/c/evict").status_code == 200
+        reply = http.post("/v1/cartridges/c/preload")
+        assert reply.status_code in (200, 202)
+        assert reply.json() | {"eta_s": 0, "resident_chunks": 0} == {
+            "id": "c@1", "action": "preload", "chunks": 4, "resident_chunks": 0, "eta_s": 0
+        }  # fmt: skip
+        until(lambda: http.post("/v1/cartridges/c/preload").status_code == 200)
+        assert state("c")["state"] == "resident"
+        assert state("c")["tiers"] == {"cpu": {"resident_chunks": 4, "chunks": 4}}
+        assert (state("c")["loading"], state("c")["pinned"]) == (None, False)
+        assert http.post("/v1/cartridges/c/pin").json()["chunks"] == 4
+        assert state("c")["pinned"]
+        reply = http.post("/v1/cartridges/c/evict")
+        assert (reply.status_code, reply.json()["error"]["type"]) == (409, "Conflict"), "a pinned cartridge stays"
+        assert "c@1 is pinned" in reply.text and reply.headers["x-should-retry"] == "false"
+        assert http.post("/v1/cartridges/c/unpin").json()["chunks"] == 4
+        assert http.post("/v1/cartridges/c/evict").json()["chunks"] == 4
+        assert state("c")["state"] == "cold"
+        assert served.asker.complete(ask(served.wards["c"].facts[0], 0), "c", cache_salt="cold").cached_tokens == 1024
+        assert state("c")["state"] == "resident"
+        for path in ("nope", "nope/pin", "a/explode", "%00/pin"):
+            reply = http.post(f"/v1/cartridges/{path}") if "/" in path else http.get(f"/v1/cartridges/{path}")
+            assert reply.status_code == 404
+            assert reply.json()["error"]["code"] == 404
+
+    def test_a_thousand_clients_that_leave_leave_nothing_behind(self, served, monkeypatch):
+        monkeypatch.setenv("VLLM_API_KEY", KEY)
+        rng, facts = random.Random(4), {name: served.wards[name].facts for name in KINDS}
+
+        async def leave() -> None:
+            name = rng.choice(list(KINDS))
+            body = {"prompt": ask(rng.choice(facts[name]), 0), "max_tokens": rng.choice((1, 64)), "cartridges": [name]}
+            await _leave(served, body | {"stream": rng.random() < 0.5}, rng.choice((0.001, 0.005, 0.02, 0.1)))
+
+        async def all_leave() -> None:
+            for _ in range(25):
+                await asyncio.gather(*(leave() for _ in range(40)))
+                # What comes next has to be loaded, and is waited for.
+                await asyncio.to_thread(served.asker.http.post, f"/v1/cartridges/{rng.choice(list(KINDS))}/evict")
+
+        asyncio.run(all_leave())
+
+        def owed() -> dict[str, float]:
+            now, _ = top.read(served.url.rstrip("/"))
+            chunks = {name: now[name]["cpu"] for name in ("held_chunks", "leased_chunks", "lent_chunks")}
+            return chunks | {name: now[name][""] for name in ("open_claims", "waiting_claims", "waiting_requests")}
+
+        until(lambda: not any(owed().values()))
+        assert served.asker.http.get("/v1/cartridges").json()["claims"] == {"open": 0, "oldest_s": 0.0}
+        for name in KINDS:
+            assert served.asker.right(facts[name][0], name)
+
+
+class TestApi(ApiTests):
+    """And what is decided before a request comes to LMCache, which is the same in both."""
+
+    def test_a_server_that_makes_no_contexts_is_said_so_to_whoever_builds_by_it(
+        self, served, tmp_path, monkeypatch, capsys
+    ):
+        monkeypatch.setenv("VLLM_API_KEY", KEY)
+        (tmp_path / "x").write_text("A document.")
+        where = ["--url", served.url, "--home", str(tmp_path)]
+        assert main(["build", *where, "--id", "x", "--document", str(tmp_path / "x")]) == 1
+        assert "it has to be `serve --l1-bytes BYTES --set contexts=true`" in capsys.readouterr().err
+
+    def test_function_tools_go_with_cartridges(self, served):
+        fact = served.wards["c"].facts[0]
+        tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+        for choice in ("none", "auto"):
+            reply = served.asker.chat(content(fact), "c", tools=[tool], tool_choice=choice)
+            assert reply.text.strip() == fact.value
+            assert reply.cached_tokens >= 1024
+        web = {"type": "web_search"}
+        status, _ = _status(
+            served.asker.openai.responses.create, model=MODEL, input="x", tools=[web], extra_body={"cartridges": ["c"]}
+        )
+        assert status == 422, "built-in tools render again on every turn"
+
+    @pytest.mark.parametrize(
+        "named",
+        [{"cartridges": ["b"]}, {"cartridges": [{"id": "b@1", "source": "registry"}]}, {"cartridges": [{"id": "b", "force_redownload": True}]},
+         {"kv_transfer_params": {"cartridge_id": "b"}}, {"kv_transfer_params": {"cartridge_id": ["b"], "lmcache.skip_save": True}}],
+    )  # fmt: skip
+    def test_every_way_of_naming_a_cartridge_is_understood(self, served, named):
+        for fact in served.wards["b"].facts[:3]:
+            reply = served.asker.complete(ask(fact, 0), **named)
+            assert (reply.text.strip(), reply.used) == (fact.value, f"b@1;positions={len(served.wards['b'].ids)}")
 
     @pytest.mark.parametrize("path", TAKING)
     def test_a_header_names_cartridges_as_the_body_does(self, served, path):
@@ -517,181 +683,6 @@ class ApiTests:
             assert (told["type"], told["code"]) == (HTTPStatus(reply.status_code).phrase, reply.status_code), told
             assert reply.headers["x-should-retry"] == "false", (reply.request.url.path, told)
 
-    def test_a_cartridge_of_another_model_is_a_conflict(self, served):
-        for kind in ("prefill", "trained"):
-            register(served.model, served.settings, served.wards["a"].ids[:512], name=f"foreign-{kind}", kind=kind,
-                     weights_digest="00" * 32)  # fmt: skip
-            status, message = _status(served.asker.complete, "Q: x? A:", f"foreign-{kind}")
-            assert status == 409
-            assert message.startswith(
-                f"foreign-{kind}@1 cannot be used with the model served here: made for another model"
-            )
-            assert f"weights_digest: {'00' * 32}, not" in message
-        assert served.asker.http.post("/v1/cartridges/foreign-trained/pin").status_code == 409
-        assert served.asker.right(served.wards["a"].facts[0], "a")
-
-    def test_an_id_is_answered_by_its_newest_version_that_this_engine_serves(self, served):
-        ward, fact = served.wards["b"], served.wards["b"].facts[0]
-        register(served.model, served.settings, ward.ids, name="moving")
-        before = served.asker.complete(ask(fact, 0), "moving")
-        register(served.model, served.settings, ward.ids[:512], name="moving", version=2, weights_digest="00" * 32)
-        for _ in range(3):
-            for again in (served.asker.complete(ask(fact, 0), "moving"), served.asker.chat(content(fact), ["moving"])):
-                assert (again.text.strip(), again.used) == (fact.value, f"moving@1;positions={len(ward.ids)}")
-                assert again.cached_tokens >= before.cached_tokens > 0
-        chained = served.asker.complete(ask(fact, 0), ["a", "moving"])
-        assert chained.used.endswith(f", moving@1;positions={len(ward.ids)}")
-        assert _status(served.asker.complete, "Q: x? A:", "moving@2")[0] == 409
-        states = {1: "resident", 2: "refused"}
-        until(
-            lambda: {v: served.asker.http.get(f"/v1/cartridges/moving@{v}").json()["state"] for v in states} == states
-        )
-
-    def test_two_hundred_requests_by_sixteen_threads_get_their_own_documents_answers(self, served):
-        rng, names = random.Random(1), list(KINDS)
-        requests = [(name, rng.choice(served.wards[name].facts)) for name in rng.choices(names, k=200)]
-        assert _wrong(served, requests) == []
-        crossed = [(names[i % 3], rng.choice(served.wards[names[(i + 1) % 3]].facts)) for i in range(60)]
-        assert 1 - len(_wrong(served, crossed)) / 60 <= BY_CHANCE, "the control: questions on another's document"
-
-    @pytest.mark.parametrize("kind", ["prefill", "trained"])
-    def test_a_cartridge_replaced_under_its_id_is_never_answered_from_old_blocks(self, served, kind):
-        """Both versions are about the same patients, with other values."""
-        name, names = f"replaced-{kind}", patients(3, 4)[:150]
-        old, new = (_cut(served.model, write_ward(served.model, names, f"{kind}{version}"), 1024) for version in (1, 2))
-        register(served.model, served.settings, old.ids, name=name, kind=kind)
-        assert _wrong(served, [(name, fact) for fact in old.facts[:40]]) == []
-        register(served.model, served.settings, new.ids, name=name, kind=kind, version=2)
-        rng = random.Random(3)
-        requests = [
-            (name, rng.choice(new.facts)) if i % 2 else (f"{name}@1", rng.choice(old.facts)) for i in range(200)
-        ]
-        assert _wrong(served, requests) == []
-        known = {fact[:2]: fact.value for fact in old.facts}
-        changed = [fact for fact in new.facts if known.get(fact[:2], fact.value) != fact.value]
-        assert len(changed) >= 10, "the control: the versions contradict each other"
-        assert len(_wrong(served, [(f"{name}@1", fact) for fact in changed])) == len(changed)
-
-    @pytest.mark.parametrize("plain_first", [True, False])
-    def test_a_plain_prompt_of_identity_tokens_neither_gets_the_cartridge_nor_poisons_it(self, served, plain_first):
-        name = f"secret-{plain_first}"
-        ward = _cut(served.model, write_ward(served.model, patients(3, 4), name, tokens=530), 512)
-        manifest = register(served.model, served.settings, ward.ids, name=name, kind="trained")
-        identity = reading.load_token_ids(manifest, served.settings.cartridges_dir / name / "1").tolist()
-        guess = Resolver(served.settings).resolve([Reference(id=name)]).salt(None)
-        facts = ward.facts[:8]
-
-        def plain() -> None:
-            for salt in ({}, {"cache_salt": guess}):
-                replies = [served.asker.complete([*identity, *encode(ask(fact, 0))], **salt) for fact in facts]
-                # Blocks of 128 that such prompts themselves computed before may be reused among them.
-                right = [reply.text.strip() == fact.value for reply, fact in zip(replies, facts, strict=True)]
-                assert sum(right) <= 2
-                assert replies[0].cached_tokens == 0
-
-        def cartridge() -> None:
-            assert [fact for fact in facts if not served.asker.right(fact, name)] == []
-
-        if plain_first:
-            plain()
-            cartridge()
-        else:
-            cartridge()
-            plain()
-            cartridge()
-
-    @pytest.mark.parametrize("named", [["both"], ["a", "c"], ["a", "c", "b"]])
-    def test_a_chain_answers_questions_on_all_its_documents_as_well_as_all_of_them_in_the_prompt(self, served, named):
-        names = ["a", "b"] if named == ["both"] else named
-        wards = [served.wards[name] for name in names]
-        facts = [fact for ward in wards for fact in ward.facts[::8]]
-        whole = prefill(served.model, [wards[0].ids[0], *(i for ward in wards for i in ward.ids[1:])])
-        expected = int((margins(served.model, whole, facts) > 0).sum())
-        replies = [served.asker.complete(ask(fact, 0), named) for fact in facts]
-        right = sum(reply.text.strip() == fact.value for reply, fact in zip(replies, facts, strict=True))
-        assert right >= expected - 0.05 * len(facts)
-        assert right > 0.8 * len(facts)
-        total = sum(len(ward.ids) for ward in wards)
-        assert replies[0].used == ", ".join(f"{n}@1;positions={len(w.ids)}" for n, w in zip(names, wards, strict=True))
-        if named[-1] == "c":
-            assert total % CHUNK and {reply.cached_tokens for reply in replies} == {total}, "to its end inside a chunk"
-        assert all(reply.cached_tokens >= total // CHUNK * CHUNK for reply in replies)
-        assert replies[0].prompt_tokens == total + len(encode(ask(facts[0], 0)))
-
-    def test_cartridges_are_listed_and_moved_between_the_tiers(self, served):
-        http = served.asker.http
-
-        def state(name: str) -> dict[str, Any]:
-            return http.get(f"/v1/cartridges/{name}").json()
-
-        listed = {row["id"]: row for row in http.get("/v1/cartridges").json()["data"]}
-        assert {"a", "b", "c"} <= set(listed)
-        assert str(served.settings.home) not in http.get("/v1/cartridges").text
-        assert http.post("/v1/cartridges/c/evict").status_code == 200
-        reply = http.post("/v1/cartridges/c/preload")
-        assert reply.status_code in (200, 202)
-        assert reply.json() | {"eta_s": 0, "resident_chunks": 0} == {
-            "id": "c@1", "action": "preload", "chunks": 4, "resident_chunks": 0, "eta_s": 0
-        }  # fmt: skip
-        until(lambda: http.post("/v1/cartridges/c/preload").status_code == 200)
-        assert state("c")["state"] == "resident"
-        assert state("c")["tiers"] == {"cpu": {"resident_chunks": 4, "chunks": 4}}
-        assert (state("c")["loading"], state("c")["pinned"]) == (None, False)
-        assert http.post("/v1/cartridges/c/pin").json()["chunks"] == 4
-        assert state("c")["pinned"]
-        reply = http.post("/v1/cartridges/c/evict")
-        assert (reply.status_code, reply.json()["error"]["type"]) == (409, "Conflict"), "a pinned cartridge stays"
-        assert "c@1 is pinned" in reply.text and reply.headers["x-should-retry"] == "false"
-        assert http.post("/v1/cartridges/c/unpin").json()["chunks"] == 4
-        assert http.post("/v1/cartridges/c/evict").json()["chunks"] == 4
-        assert state("c")["state"] == "cold"
-        assert served.asker.complete(ask(served.wards["c"].facts[0], 0), "c", cache_salt="cold").cached_tokens == 1024
-        assert state("c")["state"] == "resident"
-        for path in ("nope", "nope/pin", "a/explode", "%00/pin"):
-            reply = http.post(f"/v1/cartridges/{path}") if "/" in path else http.get(f"/v1/cartridges/{path}")
-            assert reply.status_code == 404
-            assert reply.json()["error"]["code"] == 404
-
-    def test_a_stored_prefix_without_kv_is_computed_once_and_kept_by_the_engine(self, served, tmp_path):
-        ward = served.wards["c"]  # whose KV is trained, and so not found by its document's ids
-        source = tmp_path / "prefix.json"
-        source.write_text(json.dumps({"token_ids": list(ward.ids)}))
-        home = str(served.settings.home)
-        assert main(["import", str(source), "--home", home, "--id", "prefix", "--model", str(MODEL)]) == 0
-        first, again = (served.asker.complete(ask(fact, 0), "prefix") for fact in ward.facts[:2])
-        assert [first.text.strip(), again.text.strip()] == [fact.value for fact in ward.facts[:2]]
-        assert (first.cached_tokens, again.cached_tokens) == (0, len(ward.ids) // 128 * 128)  # vLLM's own blocks of 128
-        assert again.used == f"prefix@1;positions={len(ward.ids)};served=tokens"
-
-    def test_a_thousand_clients_that_leave_leave_nothing_behind(self, served, monkeypatch):
-        monkeypatch.setenv("VLLM_API_KEY", KEY)
-        rng, facts = random.Random(4), {name: served.wards[name].facts for name in KINDS}
-
-        async def leave() -> None:
-            name = rng.choice(list(KINDS))
-            body = {"prompt": ask(rng.choice(facts[name]), 0), "max_tokens": rng.choice((1, 64)), "cartridges": [name]}
-            await _leave(served, body | {"stream": rng.random() < 0.5}, rng.choice((0.001, 0.005, 0.02, 0.1)))
-
-        async def all_leave() -> None:
-            for _ in range(25):
-                await asyncio.gather(*(leave() for _ in range(40)))
-                # What comes next has to be loaded, and is waited for.
-                await asyncio.to_thread(served.asker.http.post, f"/v1/cartridges/{rng.choice(list(KINDS))}/evict")
-
-        asyncio.run(all_leave())
-
-        def owed() -> dict[str, float]:
-            now, _ = top.read(served.url.rstrip("/"))
-            chunks = {name: now[name]["cpu"] for name in ("held_chunks", "leased_chunks", "lent_chunks")}
-            return chunks | {name: now[name][""] for name in ("open_claims", "waiting_claims", "waiting_requests")}
-
-        until(lambda: not any(owed().values()))
-        assert served.asker.http.get("/v1/cartridges").json()["claims"] == {"open": 0, "oldest_s": 0.0}
-        for name in KINDS:
-            assert served.asker.right(facts[name][0], name)
-
-
-class TestApi(ApiTests):
     def test_what_requests_did_is_counted_and_told_without_the_key(self, served):
         ward, where = served.wards["a"], {"tier": "cpu", "rank": "0"}
 

@@ -150,13 +150,6 @@ def test_lmcache_has_one_copy_of_a_named_cartridge_for_all_tenants(served, name)
         assert found == (str(reply.cached_tokens // CHUNK), "0"), (salt, found)
 
 
-def test_prefill_cartridges_answer_plain_prompts_of_every_tenant(served):
-    for question, answer in _questions(served.wards["doc"]):
-        for salt in (None, next(_salts), "cartridge-kv-", "a" * 128):
-            reply = served.ask(served.wards["doc"].ids + question, salt=salt)
-            assert (reply.cached_tokens, reply.text.strip()) == (1024, answer)
-
-
 def _root(served: Served, name: str) -> Path:
     return served.settings.cartridges_dir / name / "1"
 
@@ -266,7 +259,7 @@ def test_chatter_costs_no_cartridge_its_room_and_no_request_an_error(crowded):
         chats = [pool.submit(chat, number) for number in range(3)]
         until(lambda: len(chatted) > 12)
         try:
-            for name in [*KINDS] * 3:
+            for name in [*KINDS] * 2:
                 question, answer = _questions(crowded.wards[name], 1)[0]
                 reply = crowded.ask_now(question, name, next(_salts))
                 assert (reply.cached_tokens, reply.text.strip()) == (1024, answer), name

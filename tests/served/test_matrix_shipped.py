@@ -155,6 +155,10 @@ def serve_shipped(name: str, made: Made, directory: Path, s3: MotoServer) -> Ite
                              "s3_endpoint_url": s3.endpoint, "disk_dir": directory / "disk"}  # fmt: skip
     if cell.source == "library":
         given["library"] = str(directory / "library")
+    # What a server imports of a file is kept on its disk, and is the same for each that has it from the same place.
+    (imported := made.home / "imported").mkdir(exist_ok=True)
+    (directory / "disk").mkdir()
+    (directory / "disk" / imported.name).symlink_to(imported)
     settings = from_mapping(given)
     _put(made, settings, cell.source, s3)
     documents = {sheet: ward.ids for sheet, ward in made.wards.items()}
