@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -16,12 +17,11 @@ _SMI_S = 20.0
 
 def machine() -> dict[str, Any]:
     """Return the processor, memory, load and versions of this machine, as plain values."""
-    model = [line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
-    memory = [int(line.split()[1]) * 1024 for line in _lines("/proc/meminfo") if line.startswith("MemTotal")]
+    model = re.search(r"^model name\s*: (.+)", Path("/proc/cpuinfo").read_text(), re.M)
     return {
-        "cpu": model[0] if model else platform.processor() or platform.machine(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        "memory_bytes": memory[0] if memory else None,
+        "cpu": model[1] if model else platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "load_average": round(os.getloadavg()[0], 1),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
@@ -50,10 +50,3 @@ def gpus(*fields: str, of: str = "gpu") -> list[list[str]]:
     except (OSError, subprocess.SubprocessError):
         return []
     return [[cell.strip() for cell in line.split(",")] for line in told.splitlines() if line.strip()]
-
-
-def _lines(path: str) -> list[str]:
-    try:
-        return Path(path).read_text().splitlines()
-    except OSError:
-        return []

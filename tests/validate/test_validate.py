@@ -25,9 +25,10 @@ from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.cli.recall import MODEL_DIR
 from lmcache_cartridge.errors import CartridgeError, CartridgeNotFound
 from lmcache_cartridge.library.registry import Registry
+from lmcache_cartridge.make.questions import parts
 from lmcache_cartridge.make.server import Reply as Answered
 from lmcache_cartridge.make.server import Server
-from lmcache_cartridge.make.trial.maker import Held, Maker, parts
+from lmcache_cartridge.make.trial.maker import Held, Maker
 from lmcache_cartridge.make.trial.own import OwnServer, eager, reason
 from lmcache_cartridge.settings import from_mapping
 from lmcache_cartridge.validate import suite, test_answers, test_changes, test_known, test_others
@@ -394,7 +395,6 @@ def test_where_nothing_could_be_asked_it_is_an_error(stub, capsys, monkeypatch, 
         (["--url", "http://x", "--tier", "99"], "there is no tier 99; there are -1, 0, 0.5"),
         (["--url", "http://x", "--vllm", "--max-model-len 5"], "it is for a server that is started here"),
         (["--model", "m", "--cartridges", "a"], "they are for a running server"),
-        (["--url", "http://x", "--modes", "sideways"], "write one or two of in-process, multiprocess"),
     ],
 )
 def test_wrong_usage_is_told_and_is_no_verdict(words, told, capsys):

@@ -13,7 +13,7 @@ from blake3 import blake3
 from ...artifact.manifest import Manifest, Origin
 from ...artifact.writing import ArtifactWriter
 from ...errors import ForeignFormatError
-from ..document import read_document
+from ..document import check_fits, read_document
 from ..model import CausalModel
 from ..progress import Progress, silent
 from ..write import write_kv
@@ -84,11 +84,8 @@ def import_(
         return Imported(manifest, foreign.form, None, "no KV", "token ids without KV", warnings)
     model.need_values("import")
     fitted = fit(foreign, model.fingerprint, axes, rounding=rounding)
-    positions, limit = fitted.kv.shape[2], model.context_tokens
-    if limit and positions >= limit:
-        raise ForeignFormatError(
-            f"{foreign.source}: KV of {positions} positions; the model's context is {limit}, less the question"
-        )
+    positions = fitted.kv.shape[2]
+    check_fits(model, foreign.source, range(positions))
     check_vocabulary(model, foreign.token_ids or [], foreign.source)
     evidence, prefill = "not compared with the model: trained", False
     if compare:
