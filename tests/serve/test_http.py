@@ -82,6 +82,7 @@ AUDIO, SOUND = "/v1/audio/transcriptions", {"file": ("a.wav", b"cartridges", "au
 ROUTED = [
     ({}, "/v1/completions/", {"json": NAMED}, 400),  # another path is another route
     ({}, "/v1/completions", {"json": NAMED}, 200),
+    ({}, "/anything", {"json": {"catridges": ["a"]}}, 400),
     ({}, "/tokenize", {"headers": {"X-Cartridges": "a"}}, 400),
     *(({}, AUDIO, {"files": SOUND, "data": data}, status) for data, status in ((NAMED, 400), ({"model": "m"}, 200))),
     *((values, path, {"json": body}, status) for values, path, body, status in (
@@ -97,7 +98,7 @@ ROUTED = [
     )),
     # /invocations puts SageMaker's adapter in the place of `model` (vLLM 0.32), and the base model would answer.
     *(({"model_aliases": {"ward": ["a"]}}, path, {"json": {"model": model}}, status) for path, model, status in (
-        ("/invocations", "m", 200), ("/invocations", "ward", 400), (http.TOKENS, "m:a", 400),
+        ("/invocations", "m", 200), ("/invocations", "ward", 400), (http.TOKENS, "m:a", 400), (http.TOKENS, "m", 200),
     )),
 ]  # fmt: skip
 

@@ -339,6 +339,12 @@ def test_a_trained_one_behind_tokens_is_computed_from_its_document_where_that_is
     assert (status, "trained@1 has no text" in said) == (422, True)
 
 
+def test_what_is_computed_behind_tokens_is_of_their_model(home):
+    home.make("other", fingerprint=make_fingerprint(layers=5))
+    assert home.refused("text", "other")[0] == 409
+    assert home.resolve("other", "text").tag is not None, "the engine says so of what is injected"
+
+
 # What a selection is bound to.
 
 
