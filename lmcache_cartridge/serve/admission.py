@@ -210,7 +210,7 @@ class Admission:
             problem = await self.canaries.check(selection)
         if problem is None:
             return
-        is_computable = selection.must_inject == 0 or self.settings.on_miss == "document"
-        if selection.document_ids is None or not is_computable:
+        must_inject = selection.must_inject and self.settings.on_miss != "document"
+        if selection.document_ids is None or must_inject:
             raise problem
         claim.use_text()

@@ -62,8 +62,7 @@ class Gate:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        is_form = headers.get("content-type", "").startswith("multipart/")
-        check = self._check_form if is_form else self._check
+        check = self._check_form if headers.get("content-type", "").startswith("multipart/") else self._check
         try:
             self._check_headers(path, headers)
             body = await _read(receive)

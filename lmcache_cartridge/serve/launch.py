@@ -138,7 +138,7 @@ def plan(
         "kv_connector": "CartridgeConnector",
         "kv_connector_module_path": "lmcache_cartridge.engine.connector",
         "kv_role": role,
-        "kv_load_failure_policy": on_load_failure,
+        "kv_load_failure_policy": given.get("kv_load_failure_policy", on_load_failure),
     }
     lmcache = None
     if mode == "multiprocess":
@@ -290,8 +290,7 @@ def _merged(ours: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
         raise UnsupportedEngine(f"--{TRANSFER}: `serve` sets {', '.join(clash)} in {EXTRA} itself; leave it out")
     if own or extra:
         merged[EXTRA] = extra | own
-    policy = "kv_load_failure_policy"
-    return merged | {policy: given.get(policy, ours[policy])}
+    return merged
 
 
 def _largest_bytes(settings: Settings) -> int:

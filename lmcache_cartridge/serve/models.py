@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 from ..engine import host_api
@@ -19,11 +20,9 @@ def accept_models(router: Router, state: Any) -> None:
     def takes(model: str) -> bool:
         if http.current().path not in (*http.TAKES, *http.SHOWS):
             return False
-        try:
+        with suppress(Refusal):  # the renderer says what is wrong with it
             if not router.named_by(model):
                 return False
-        except Refusal:
-            pass  # the renderer says what is wrong with it
         http.current().model = model
         return True
 

@@ -63,12 +63,12 @@ class ServerProcess:
                         raise UnsupportedEngine(f"the server did not start; the end of {self.log} says:\n{tail}")
                     time.sleep(0.2)
         except BaseException:
-            self._stop()
+            _end(self._process, 10)
             raise
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._stop()
+        _end(self._process, 10)
 
     @property
     def pid(self) -> int:
@@ -79,15 +79,15 @@ class ServerProcess:
         """Return its exit status; None while it runs."""
         return self._process.poll()
 
-    def _stop(self) -> None:
-        """End the server and every process it started: they are all in its process group."""
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(10)
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+
+def _end(process: subprocess.Popen, let_go_s: float) -> None:
+    """End the head of a process group, which may take so long, and then the group. Blocks."""
+    process.send_signal(signal.SIGTERM)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(let_go_s)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def _is_healthy(client: httpx.Client) -> bool:
@@ -119,13 +119,7 @@ def run_pair(lmcache: list[str], vllm: list[str]) -> int:
         return 0
     finally:
         for name, child in reversed(children.items()):  # vLLM first; each is the head of its process group
-            with suppress(ProcessLookupError):
-                child.send_signal(signal.SIGTERM)
-            with suppress(subprocess.TimeoutExpired):
-                child.wait(let_go_s.get(name, _LET_GO_S / 2))
-            with suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
+            _end(child, let_go_s.get(name, _LET_GO_S / 2))
         if "--shm-name" in lmcache:  # LMCache's server leaves it when it is killed
             (SHM / f"lmcache_l1_pool_{lmcache[lmcache.index('--shm-name') + 1]}").unlink(missing_ok=True)
 

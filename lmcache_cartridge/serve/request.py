@@ -129,17 +129,14 @@ def read_header(values: Sequence[str]) -> tuple[str, ...]:
 
     Raises `Refusal` for one without a name, and for ids that are no visible ASCII.
     """
-    if not values:
-        return ()
-    ids = _ids(",".join(values), "the header X-Cartridges")
-    return tuple(reference.id for reference in _validated(ids, "the header X-Cartridges"))
+    return _ids(",".join(values), "the header X-Cartridges") if values else ()
 
 
-def _ids(text: str, what: str) -> list[str]:
+def _ids(text: str, what: str) -> tuple[str, ...]:
     ids = [name.strip() for name in text.split(",")]
     if not all(name.isascii() and name.isprintable() and " " not in name and name for name in ids):
         raise Refusal(400, f"{what} must be names of cartridges, with commas between them")
-    return ids
+    return tuple(reference.id for reference in _validated(ids, what))
 
 
 def read_model(model: Any, bases: Sequence[str], aliases: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
@@ -154,8 +151,7 @@ def read_model(model: Any, bases: Sequence[str], aliases: Mapping[str, Sequence[
     base = max((base for base in bases if model.startswith(f"{base}:")), key=len, default=None)
     if base is None:
         return ()
-    names = _ids(model[len(base) + 1 :], "the cartridges in `model`")
-    return tuple(reference.id for reference in _validated(names, "`model`"))
+    return _ids(model[len(base) + 1 :], "the cartridges in `model`")
 
 
 def read_flag(value: Any, what: str) -> bool:
@@ -172,15 +168,12 @@ def read_references(fields: Mapping[str, Any], kv_params: Mapping[str, Any] | No
     Raises `Refusal` for anything malformed, and for keys that only this server may set.
     """
     check_params(kv_params)
-    params = kv_params or {}
-    named, by_param = fields.get("cartridges"), params.get("cartridge_id")
-    if named is None and by_param is None:
-        return []
-    if named is not None and by_param is not None:
-        raise Refusal(400, "name cartridges in `cartridges` or in kv_transfer_params.cartridge_id, not in both")
-    if named is None:
+    named, by_param = fields.get("cartridges"), (kv_params or {}).get("cartridge_id")
+    if by_param is not None:
+        if named is not None:
+            raise Refusal(400, "name cartridges in `cartridges` or in kv_transfer_params.cartridge_id, not in both")
         named = [by_param] if isinstance(by_param, str) else by_param
-    return _validated(named, "cartridges")
+    return [] if named is None else _validated(named, "cartridges")
 
 
 def _validated(named: Any, what: str) -> list[Reference]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from functools import partial
 from http import HTTPStatus
@@ -43,6 +43,15 @@ COMPUTE = Selection((), (), (), ())
 _ADAPTER = "the LoRA adapter is not the one that the request's cartridges were compared with; ask again"
 
 
+def _rendering(how: str, has: Callable[[Any], Any]) -> Any:
+    """Return what renders by vLLM's method `how`; `has` returns the engine's inputs of its result."""
+
+    async def render(self: CartridgeRenderer, request: Any, **kwargs: Any) -> Any:
+        return await self._render(how, request, kwargs, has)
+
+    return render
+
+
 class CartridgeRenderer(Around):
     """vLLM's renderer, with cartridges put before what it renders."""
 
@@ -50,20 +59,16 @@ class CartridgeRenderer(Around):
         super().__init__(inner)
         self._admission = admission
 
-    async def render_chat(self, request: Any, **kwargs: Any) -> Any:
-        """Render a chat request."""
-        return await self._render("render_chat", request, kwargs, lambda result: result[1])
+    render_chat = _rendering("render_chat", lambda result: result[1])
+    render_completion = _rendering("render_completion", lambda result: result)
+    render_responses = _rendering("render_responses", lambda result: [result.engine_input])
 
-    async def render_completion(self, request: Any, **kwargs: Any) -> Any:
-        """Render a completion request."""
-        return await self._render("render_completion", request, kwargs, lambda result: result)
+    async def _render(self, how: str, request: Any, kwargs: dict[str, Any], has: Any) -> Any:
+        """Render a request by vLLM's method `how`; `has` returns the engine's inputs of what that returned, if it is no error."""
 
-    async def render_responses(self, request: Any, **kwargs: Any) -> Any:
-        """Render a Responses request."""
-        return await self._render("render_responses", request, kwargs, lambda result: [result.engine_input])
+        def inputs(result: Any) -> Any:
+            return () if hasattr(result, "error") else has(result)
 
-    async def _render(self, how: str, request: Any, kwargs: dict[str, Any], inputs: Any) -> Any:
-        """Render a request by vLLM's method `how`; `inputs` returns the engine's inputs of what that returned."""
         with requests().request() as outcome, _refusals_as_http(self._admission.settings):
             selection = await self._select(request)
             if selection is not None and selection is not COMPUTE:
@@ -72,7 +77,7 @@ class CartridgeRenderer(Around):
                 render = partial(getattr(inner, how), request, **kwargs)
                 return await self._render_with(selection, render, request, inputs, outcome)
         result = await getattr(self.inner, how)(request, **kwargs)
-        engine_inputs = inputs(result) if not hasattr(result, "error") else ()
+        engine_inputs = inputs(result)
         if self._admission.maker and await self._read_marked(self._admission.maker, request, engine_inputs, selection):
             return result
         for engine_input in engine_inputs:
@@ -118,7 +123,7 @@ class CartridgeRenderer(Around):
             params = request.kv_transfer_params
             request.kv_transfer_params = None  # the inner renderer has no use for our keys
             result = await render()
-            engine_inputs = inputs(result) if not hasattr(result, "error") else []
+            engine_inputs = inputs(result)
             for engine_input in engine_inputs:
                 self._prepend(engine_input, request, claim)
             selection = claim.selection
@@ -218,7 +223,7 @@ class ShowingRenderer(CartridgeRenderer):
     async def _render_with(self, selection: Selection, render: Any, request: Any, inputs: Any, outcome: Outcome) -> Any:
         request.kv_transfer_params = None
         result = await render()
-        for engine_input in inputs(result) if not hasattr(result, "error") else ():
+        for engine_input in inputs(result):
             self._join(selection.token_ids, engine_input)
         request.kv_transfer_params = SHOWN
         http.note(selection.used())
@@ -300,9 +305,8 @@ class GuardedEngine(Around):
         finally:
             if to_the_end or not begun:
                 claim.end_prompt()
-        is_broken = bool(begun) and not lost
-        may_compute = selection.must_inject == 0 or self._settings.on_miss == "document"
-        if is_broken or selection.document_ids is None or not may_compute:
+        must_inject = selection.must_inject and self._settings.on_miss != "document"
+        if (begun and not lost) or selection.document_ids is None or must_inject:
             http.retry_after(1)
             requests().count("lost_prompts", "error")
             lost_it = f"the engine lost {selection.names} or could not go on with it; ask again"
