@@ -168,7 +168,7 @@ class Settings(BaseModel):
     `$LMCACHE_CARTRIDGE_SALT_SECRET`, else each API server has its own. Whoever knows it may read the KV of others'
     requests."""
     contexts: bool = False
-    """Whether clients may have cartridges made of texts that they send. LMCache has to save (`--l1-bytes`)."""
+    """Whether clients have cartridges made of texts: everybody's, without API keys. LMCache has to save (`--l1-bytes`)."""
     contexts_bytes: Bytes = 16 << 30
     """Budget of what all clients together had made."""
     contexts_count: int = Field(default=1000, ge=1)
