@@ -57,7 +57,7 @@ async def find(
     `body` is the request as it came, `request` what vLLM made of it to `render`. Where a prompt that goes on otherwise behind a
     mark begins to differ is its place, whatever the template. A mark where that cannot be rendered is none.
     """
-    turns, found = list(body["messages"]), {}
+    turns, found = list(body["messages"]), dict[int, float]()
     if body.get("system"):
         turns.insert(0, {"role": "system", "content": body["system"]})
     for ttl_s, ended in [*_ended(turns)][-_MOST:]:
@@ -65,5 +65,6 @@ async def find(
             messages = host_api.chat_messages(body, ended) if is_anthropic else ended
             _, (other,) = await render(request.model_copy(update={"messages": messages}))
             end = min(len(commonprefix([ids, other["prompt_token_ids"]])), len(ids) - 1)
-            found[end // chunk_tokens * chunk_tokens] = ttl_s
+            end -= end % chunk_tokens
+            found[end] = max(ttl_s, found.get(end, 0.0))
     return [Mark(*mark) for mark in sorted(found.items()) if mark[0]]

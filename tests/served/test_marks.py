@@ -220,6 +220,12 @@ def test_a_context_of_a_mark_lives_as_long_as_it_says_from_its_last_use_on(serve
         mark = {"cache_control": {"type": "ephemeral"} | ({"ttl": ttl} if ttl else {})}
         chat(served.asker, turns(ward.document.text, ward.facts[0], mark), **salt)
         until(lambda seconds=seconds: len(left()) == 1 and seconds - 240 < left()[0] <= seconds)
+    both, mine = turns(ward.document.text, ward.facts[0], MARK), served.named() | served.named(**salt)
+    both[0]["content"].insert(0, both[0]["content"][0] | {"cache_control": {"type": "ephemeral", "ttl": "1h"}})
+    both[0]["content"][1] = {"type": "text", "text": "."} | MARK
+    chat(served.asker, both, cache_salt="both")
+    salt = {"cache_salt": "both"}
+    until(lambda: len(left()) == 1 and left()[0] > 3000)
 
 
 def test_bills_sum_up_to_what_the_engine_counts(served):
