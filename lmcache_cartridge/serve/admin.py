@@ -17,7 +17,7 @@ from ..artifact.bytesource import ByteRange
 from ..artifact.reading import MANIFEST, PAYLOAD
 from ..artifact.writing import TOKENS
 from ..engine import host_api
-from ..errors import ArtifactError, CartridgeError, ManifestError, RegistryError
+from ..errors import ArtifactError, CartridgeError, ManifestError, RegistryError, SourceError
 from ..library.quarantine import Quarantine
 from ..library.registry import RegistryEntry
 from .adapters import Prefix
@@ -56,8 +56,8 @@ def add_routes(app: FastAPI, admission: Admission) -> None:
             logger.warning("the registry cannot be read: %s", problem)
             problem = unreadable(problem)
         elif isinstance(problem, CartridgeError):
-            status = 400 if isinstance(problem, ManifestError) else 409
-            problem = Refusal(status, without_paths(str(problem), {}))
+            status, why = 400 if isinstance(problem, ManifestError) else 409, without_paths(str(problem), {})
+            problem = Refusal(503, why, retry_after_s=5) if isinstance(problem, SourceError) else Refusal(status, why)
         return error(problem)
 
     for kind in (Refusal, CartridgeError):
@@ -210,24 +210,25 @@ def add_routes(app: FastAPI, admission: Admission) -> None:
 
 def _page(admission: Admission, ranks: Ranks, limit: int, after: str, active: bool) -> dict[str, Any]:
     """List cartridges by id and version, as OpenAI's lists are paged; the `active` ones all together. Blocks."""
-    imported = admission.resolver.imports.rows()
+    resolver = admission.resolver
+    imported, seen = resolver.imports.rows(), resolver.contexts.seen
     if active:
         tags = {
             tag for rank in ranks for tag in (*rank["pinned"], *rank["loading"], *chain(*rank["resident"].values()))
         }
         digests = {digest for tag in tags for digest in tag.split(".")}
-        rows, more = admission.resolver.registry.having(digests), False
+        rows, more = seen(resolver.registry.having(digests)), False
         rows += [row for row in imported if row.digest in digests]
     else:
-        rows = admission.resolver.registry.page(limit + 1, after)
-        behind = after.rpartition("@")[0] or after
+        rows, behind = [], after.rpartition("@")[0] or after
+        while len(rows) <= limit and (found := resolver.registry.page(limit, after)):  # contexts of others fill no page
+            rows, after = rows + seen(found), found[-1].name
         rows = sorted([*rows, *(row for row in imported if row.id > behind)], key=lambda row: (row.id, row.version))
         rows, more = rows[:limit], len(rows) > limit
-    data = _states(admission, ranks, admission.resolver.contexts.seen(rows))
     claims = {
         name: max(rank[key] for rank in ranks) for name, key in (("open", "claims"), ("oldest_s", "oldest_claim_s"))
     }
-    last = rows[-1].name if rows else None
+    last, data = rows[-1].name if rows else None, _states(admission, ranks, rows)
     page = {"object": "list", "data": data, "has_more": more, "last_id": last, "claims": claims}
     if admission.settings.accept_weights:
         page["accept_weights"] = True

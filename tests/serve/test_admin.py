@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -13,9 +14,11 @@ from waiting import until
 from watching import CHUNK, Watched, serving
 
 from lmcache_cartridge.cli import top
+from lmcache_cartridge.errors import CartridgeExists, ManifestError, SourceNotFound, SourceTimeout
 from lmcache_cartridge.library.quarantine import Quarantine
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.serve import admin
+from lmcache_cartridge.serve.contexts import Context, Contexts
 
 NAMES = ["a@1", "b@1", "c@1", "d@1", "e@1"]
 
@@ -64,6 +67,18 @@ def test_pages_one_after_the_other_are_the_whole_list_in_order(url):
     assert (end["data"], end["has_more"], end["last_id"]) == ([], False, None)
 
 
+def test_a_page_tells_nothing_of_others_contexts_not_even_where_it_ends(watched, url):
+    table = Contexts(watched.settings, Registry(watched.settings.registry_path))
+    table.create()
+    for name in ("alien", "b", "d", "e"):
+        hidden = Context(name, "another", name, 1.0, 1e12, 32, 100, digest="d")
+        table.run(f"INSERT INTO contexts VALUES ({', '.join('?' * len(hidden))})", *hidden)
+    pages = [_get(url, query) for query in ("?limit=1", "?limit=1&after=a@1", "?limit=2")]
+    assert [(_names(page), page["last_id"], page["has_more"]) for page in pages] == [
+        (["a@1"], "a@1", True), (["c@1"], "c@1", False), (["a@1", "c@1"], "c@1", False),
+    ]  # fmt: skip
+
+
 def test_a_query_that_makes_no_sense_is_the_clients_fault(url):
     for query in ("limit=0", "limit=1001", "limit=x", "active=x", f"after={'a' * 1025}"):
         assert httpx.get(f"{url}/v1/cartridges?{query}").status_code == 422
@@ -94,6 +109,15 @@ def test_states_tell_the_quarantined_from_the_refused(watched, url):
     states = {row["id"]: (row["state"], row["reason"]) for row in _get(url)["data"]}
     assert states["a"] == ("quarantined", "its bytes are wrong")
     assert states["alien"][0] == "refused" and "float16" in states["alien"][1]
+
+
+def test_whether_to_ask_again_is_in_the_status_of_what_went_wrong(watched, url, monkeypatch):
+    for error, status in (
+        (SourceTimeout, 503), (SourceNotFound, 503), (ManifestError, 400), (CartridgeExists, 409),
+    ):  # fmt: skip
+        monkeypatch.setattr(watched.stores[0], "status", Mock(side_effect=error("it went wrong")))
+        reply = httpx.get(f"{url}/v1/cartridges")
+        assert (reply.status_code, reply.json()["error"]["message"]) == (status, "it went wrong")
 
 
 def test_why_the_registry_cannot_be_read_is_answered_and_logged(watched, url, vllm_log):
