@@ -20,7 +20,7 @@ from vllm.config import VllmConfig
 from vllm.engine.protocol import EngineClient
 from vllm.logger import init_logger
 
-from ..artifact.canary import Asked, Comparison, Expected, ServedCanary, compare
+from ..artifact.canary import Asked, Comparison, Expected, compare
 from ..artifact.manifest import Manifest
 from ..artifact.model import DTYPE_BYTES, Fingerprint
 from ..engine.client import ControlClient
@@ -42,8 +42,8 @@ _TOP = 20
 """Likeliest tokens to ask for: more than are expected, as two of them may change places."""
 
 
-Key = tuple[str, ServedCanary]
-"""A tag, and the canary that was asked."""
+Key = tuple[str, str]
+"""A tag, and the digest of the canary that was asked: of contexts that come and go no more is kept."""
 
 
 class Unfinished(Exception):
@@ -173,11 +173,10 @@ class Canaries:
         """Tell the workers how a trial of a cartridge alone ended, or that there can be none; return whether it is trusted for all
         we know."""
         digest, key = trial.manifest.digest, self._key(trial)
-        if key is not None and (trial.is_behind or key not in self._ended):
+        if key and (trial.is_behind or key not in self._ended):
             return True  # nothing to tell
-        shown = "" if key is None else blake3(msgspec.json.encode(key[1])).hexdigest(16)
         is_right = key is not None and self._ended[key][1] is None
-        await self._client.ask("tried", digest, shown, is_right)
+        await self._client.ask("tried", digest, key[1] if key else "", is_right)
         return is_right
 
     def known(self, selection: Selection) -> Refusal | None:
@@ -196,7 +195,7 @@ class Canaries:
         """
         for trial in trials(selection) if self._settings.canary else ():
             name = trial.manifest.name
-            if (key := self._key(trial)) is None:
+            if not (key := self._key(trial)):
                 if self._settings.canary == "required":
                     message = f"{name} has no canary for this, and the server requires one"
                     return Unservable(422, message, trial.manifest.digest)
@@ -212,7 +211,7 @@ class Canaries:
     def _key(self, trial: Trial) -> Key | None:
         """Return the key of a trial's result; None where there can be no trial."""
         manifest = trial.manifest
-        if not trial.questions or manifest.canary is None:
+        if not trial.questions:
             return None
         size = trial.positions * manifest.fingerprint.token_bytes
         if _in_fp8(self._engine.vllm_config):
@@ -224,7 +223,7 @@ class Canaries:
         elif trial.prefix(self._chunk_tokens) is None:
             reason = f"its questions in a chain are not for chunks of {self._chunk_tokens}"
         else:
-            key = trial.tag, manifest.canary
+            key = trial.tag, blake3(msgspec.json.encode(manifest.canary)).hexdigest(16)
             if not trial.is_behind:
                 self._keys[manifest.name] = key
             return key

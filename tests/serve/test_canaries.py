@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import shutil
+import sys
 from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
 from typing import Any
@@ -343,5 +345,18 @@ def test_a_copy_whose_canary_is_wrong_takes_the_sound_one_not_with_it(run, store
         assert await _each(admission, "copy", "doc") == ["document", "kv"]
         assert [_outcome(admission, name) for name in ("copy", "doc")] == ["failed", "passed"]
         assert await _found(store, _hashes(home, "doc")) == 4
+
+    run(work)
+
+
+def test_of_what_was_asked_nothing_is_kept_but_how_it_ended(store, run):
+    """A server that makes contexts all day asks of each its own."""
+
+    async def work(admission: Admission, engine: Engine) -> None:
+        (manifest,) = (await admission.resolve([Reference(id="doc")])).manifests
+        known = sys.getrefcount(manifest.canary)
+        assert await _ask(admission, "doc") == "kv" and engine.asked
+        gc.collect()
+        assert (_outcome(admission, "doc"), sys.getrefcount(manifest.canary)) == ("passed", known)
 
     run(work)
