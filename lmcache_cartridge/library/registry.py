@@ -166,8 +166,8 @@ class Registry:
 
         def change(db: sqlite3.Connection) -> RegistryEntry:
             target = _candidates(db, name)[0]
-            db.execute("UPDATE cartridges SET promoted = 0 WHERE id = ? AND version > ? AND promoted", target[:2])
-            db.execute("UPDATE cartridges SET promoted = 1 WHERE id = ? AND version = ?", target[:2])
+            newer = "UPDATE cartridges SET promoted = version = ? WHERE id = ? AND version >= ?"
+            db.execute(newer, (target.version, *target[:2]))
             return target
 
         return self._change(change)
@@ -182,8 +182,9 @@ class Registry:
             target = _candidates(db, name)[0]
             if labels:
                 db.execute("DELETE FROM labels WHERE id = ? AND version = ?", target[:2])
-            joined = "SELECT group_concat(label, ', ') FROM labels WHERE id = ? AND version = ?"
-            (left,) = db.execute(joined, target[:2]).fetchone()
+            (left,) = db.execute(
+                "SELECT group_concat(label, ', ') FROM labels WHERE id = ? AND version = ?", target[:2]
+            ).fetchone()
             if left:
                 raise RegistryError(f"{target.name} has the label {left}; point it elsewhere first")
             db.execute("DELETE FROM cartridges WHERE id = ? AND version = ?", target[:2])
@@ -200,15 +201,18 @@ class Registry:
 
         self._change(change)
 
-    def label(self, label: str, name: str, *, warm: bool = False) -> RegistryEntry:
+    def label(self, label: str, name: str, *, warm: bool = False, instead: str | None = None) -> RegistryEntry:
         """Point `label` at the cartridge `name` stands for now, in one step, and return that cartridge.
 
-        What a `warm` label points at is brought into memory when a server starts, or sees it move. Raises `CartridgeNotFound` for an unknown name, `CartridgeExists` if `label` is a cartridge's id.
+        Of the labels that begin with `instead` none but this points at it any more. What a `warm` label points at is brought into memory when a server starts, or sees it move. Raises `CartridgeNotFound` for an unknown name, `CartridgeExists` if `label` is a cartridge's id.
         """
         check_id(label)
 
         def change(db: sqlite3.Connection) -> RegistryEntry:
             target = _candidates(db, name)[0]
+            db.execute(
+                "DELETE FROM labels WHERE id = ? AND version = ? AND label GLOB ? || '*'", (*target[:2], instead)
+            )
             _point(db, label, target, warm=warm)
             return target
 
@@ -231,12 +235,9 @@ class Registry:
 
     def current(self, ids: Iterable[str]) -> set[str]:
         """Return the `id@version` that each of some ids means without a version."""
-        with self._connect() as db:
-            rows = db.execute(
-                "SELECT id, max(version) FROM cartridges WHERE promoted AND id IN (SELECT value FROM json_each(?)) GROUP BY id",
-                (json.dumps(list(ids)),),
-            ).fetchall()
-        return {f"{cartridge_id}@{version}" for cartridge_id, version in rows}
+        statement = """SELECT id || '@' || max(version) FROM cartridges
+            WHERE promoted AND id IN (SELECT value FROM json_each(?)) GROUP BY id"""
+        return {row[0] for row in self._run(statement, json.dumps(list(ids)))}
 
     def all(self) -> list[RegistryEntry]:
         """Return every version of every cartridge, by id and version."""
@@ -279,9 +280,7 @@ class Registry:
 
     def labels(self) -> dict[str, str]:
         """Return every label with the `id@version` it points at."""
-        with self._connect() as db:
-            rows = db.execute("SELECT label, id, version FROM labels ORDER BY label").fetchall()
-        return {label: f"{cartridge_id}@{version}" for label, cartridge_id, version in rows}
+        return dict(self._run("SELECT label, id || '@' || version FROM labels ORDER BY label"))
 
     def next_version(self, cartridge_id: str, directory: Path | None = None) -> int:
         """Return the version that a new build of `cartridge_id` gets.
@@ -289,10 +288,9 @@ class Registry:
         It is newer than any that lies in `directory`, `<id>/<version>`, too: what was removed from the registry and left
         there, or never registered since its maker was killed, keeps its version.
         """
-        with self._connect() as db:
-            row = db.execute("SELECT max(version) FROM cartridges WHERE id = ?", (cartridge_id,)).fetchone()
+        (row,) = self._run("SELECT coalesce(max(version), 0) FROM cartridges WHERE id = ?", cartridge_id)
         there = () if directory is None else (directory / cartridge_id).glob("[1-9]*")
-        return max([row[0] or 0, *(int(path.name) for path in there if _parts(f"@{path.name}")[1])]) + 1
+        return max([row[0], *(int(path.name) for path in there if _parts(f"@{path.name}")[1])]) + 1
 
     def _change(self, change: Callable[[sqlite3.Connection], T]) -> T:
         """Have a function change the tables, all that it does or nothing, and return its result."""
@@ -302,6 +300,10 @@ class Registry:
         with suppress(OSError):
             os.utime(self.path)  # what was changed to the same is looked at again too
         return result
+
+    def _run(self, statement: str, *values: object) -> list[tuple]:
+        with self._connect() as db:
+            return db.execute(statement, values).fetchall()
 
     def _select(self, rest: str, *values: object) -> list[RegistryEntry]:
         with self._connect() as db:
@@ -371,12 +373,10 @@ def _candidates(db: sqlite3.Connection, name: str, limit: int = 1) -> list[Regis
     rows = rows or _entries(db, "JOIN labels USING (id, version) WHERE label = ?", name)
     if not rows:
         rest = db.execute("SELECT max(version) FROM cartridges WHERE id = ?", (name,)).fetchone()[0]
-        if rest is not None:
-            raise CartridgeNotFound(
-                f"no version of {name!r} is promoted; `lmcache-cartridge label {name} {name}@{rest}` does"
-            )
         raise CartridgeNotFound(
-            f"no cartridge, version or label is called {name!r}; `lmcache-cartridge list` shows them"
+            f"no version of {name!r} is promoted; `lmcache-cartridge label {name} {name}@{rest}` does"
+            if rest
+            else f"no cartridge, version or label is called {name!r}; `lmcache-cartridge list` shows them"
         )
     return rows
 

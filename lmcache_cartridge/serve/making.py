@@ -24,7 +24,7 @@ from ..artifact.reading import load_manifest
 from ..artifact.writing import ArtifactWriter
 from ..engine.computed import ANSWER, QUESTION, canary, kv_of
 from ..engine.trust import CONTEXT
-from ..errors import ArtifactError, CartridgeError, CartridgeNotFound, UnsupportedEngine
+from ..errors import ArtifactError, CartridgeError, CartridgeExists, CartridgeNotFound, UnsupportedEngine
 from ..library.quarantine import Quarantine, name_of
 from ..library.registry import Registry
 from ..sources.locks import locked
@@ -45,12 +45,13 @@ _ANSWER_S, _LEASE_S = 5.0, 15.0
 _SPARE = 1.2
 """By how much longer marks keep what is published, so that an index is not written for each request."""
 _PROGRESS = "UPDATE contexts SET expires_at = ?, done = min(?, tokens) WHERE id = ? AND digest = ''"
-_MADE = "UPDATE contexts SET digest = ?, bytes = ?, expires_at = ?, done = tokens WHERE id = ?"
-_FAILED = "UPDATE contexts SET error = ?, digest = '', expires_at = ? WHERE id = ? AND key = ? RETURNING 1"
+_MADE = "UPDATE contexts SET digest = ?, bytes = ?, expires_at = ?, done = tokens WHERE id = ? RETURNING 1"
+_FAILED = "UPDATE contexts SET error = ?, digest = '', expires_at = ? WHERE id = ? AND key = ?"
+_ROOM = "(SELECT count(*) < ? AND total(bytes) + ? <= ? FROM contexts)"
 _LIVING = "SELECT * FROM contexts WHERE (key = ? OR id = ?) AND expires_at > ?"
 _OVER = "UPDATE contexts SET expires_at = 0 WHERE expires_at <= ? AND (? IN (key, '') OR id = ?) RETURNING *"
 """Of a key or id, or with an empty key of all, what nobody can keep any longer."""
-_ENDED = "UPDATE contexts SET expires_at = 0 WHERE id = ? AND created_at = ? RETURNING 1"
+_ENDED = "UPDATE contexts SET expires_at = 0 WHERE id = ?1 AND created_at = ?2 AND ?3 IN (0, max(?3, expires_at)) RETURNING 1"
 _LONGEST = """SELECT * FROM contexts WHERE key IN (SELECT value FROM json_each(?)) AND digest != '' AND expires_at > ?
 ORDER BY tokens DESC LIMIT 1"""
 
@@ -73,12 +74,11 @@ class Maker:
     async def start(self) -> None:
         """Make what is needed. Raises `UnsupportedEngine` where KV cannot be had, and `SourceError` where it cannot be published."""
         config = self._engine.vllm_config
-        engines, role = config.parallel_config.data_parallel_size, config.kv_transfer_config.kv_role
-        if engines > 1 or role == "kv_consumer":
+        if config.parallel_config.data_parallel_size > 1 or config.kv_transfer_config.kv_role == "kv_consumer":
             raise UnsupportedEngine("contexts: LMCache has to save (--l1-bytes), in the one engine of a server")
         await self._admission.client.ask("captured", "", [], 0)
         self.table.create()
-        await asyncio.to_thread(self.clear if self._library is None else self._library.registry.begin)
+        await asyncio.to_thread(self._library.registry.begin if self._library else self.clear)
 
     async def post(self, prefix: Prefix, posted: Posted, tenant: str) -> Context:
         """Have a context made unless there is one, and wait a while.
@@ -87,7 +87,10 @@ class Maker:
         """
         context, _ = await self._begun(prefix, posted, tenant)
         if context.digest:
-            return await asyncio.to_thread(self.patch, context, posted)
+            try:
+                return await asyncio.to_thread(self.patch, context, posted)
+            except CartridgeNotFound:  # another server has removed it meanwhile
+                return await self.post(prefix, posted, tenant)
         if making := self._making.get(context.id):
             done, _ = await asyncio.wait([making], timeout=_ANSWER_S)
             return making.result() if done else context
@@ -154,7 +157,7 @@ class Maker:
         key = blake3(tenant.encode() + np.array(ids, "<u4").tobytes() + prefix.apart).hexdigest()
         self._renew(now)
         for over in self._run(_OVER, now, key, name):  # what is made of the text again lies in the same place
-            self.remove(Context(*over))
+            self.remove(Context(*over), now)
         for there in map(Context._make, self._run(_LIVING, key, name, now)):
             if there.key != key or name not in (None, there.id):
                 raise Refusal(409, f"{there.id} is in use, or has this text; choose another id, or delete it first")
@@ -170,44 +173,41 @@ class Maker:
         if len(self._making) >= _MOST:
             raise Refusal(503, "other contexts are being made", retry_after_s=5)
         size, settings = len(ids) * self._model.token_bytes, self._settings
-        if self._run(
-            "SELECT 1 FROM (SELECT count(*) AS n, total(bytes) AS b FROM contexts) WHERE n >= ? OR b + ? > ?",
-            settings.contexts_count, size, settings.contexts_bytes,
-        ):  # fmt: skip
-            own = self._run(
-                "SELECT id FROM contexts WHERE tenant = ? ORDER BY coalesce(last_used_at, 0) LIMIT 5", tenant
-            )
-            raise Refusal(
-                507,
-                f"settings leave no room for one more context, of {size} bytes; delete of yours: {[i for (i,) in own]}",
-            )
         new = Context(name or CONTEXT + uuid.uuid4().hex[:20], tenant, key, now, now + _LEASE_S, len(ids), size)
-        is_free = "NOT EXISTS (SELECT 1 FROM contexts WHERE key = ? OR id = ?)"
+        room = settings.contexts_count, size, settings.contexts_bytes
+        is_free = f"NOT EXISTS (SELECT 1 FROM contexts WHERE key = ? OR id = ?) AND {_ROOM}"
         added = f"INSERT INTO contexts SELECT {', '.join('?' * len(new))} WHERE {is_free} RETURNING 1"
-        # Else another began to make it, or to remove it, meanwhile.
-        return (new, True) if self._run(added, *new, key, new.id) else self._add(prefix, posted, tenant)
+        if self._run(added, *new, key, new.id, *room):
+            return new, True
+        if self._run(f"SELECT 1 WHERE {_ROOM}", *room):  # another began to make it, or to remove it, meanwhile
+            return self._add(prefix, posted, tenant)
+        own = self._run("SELECT id FROM contexts WHERE tenant = ? ORDER BY coalesce(last_used_at, 0) LIMIT 5", tenant)
+        raise Refusal(
+            507,
+            f"settings leave no room for one more context, of {size} bytes; delete of yours: {[i for (i,) in own]}",
+        )
 
     def patch(self, context: Context, patched: Patched) -> Context:
         """Keep a context for so long from now on, let these labels point at it and no others, and return it.
 
         Raises `Refusal` where a label points at something else, and where it is being removed.
         """
-        name, renews = f"{context.id}@1", patched.ttl is not None and self._library is not None
+        name = f"{context.id}@1"
         if patched.ttl is not None:
             context = context._replace(expires_at=time.time() + patched.ttl)
-        if patched.labels is not None or renews:
-            known = self._registry.labels()
-            old = {label for label in known if known[label] == name}
-            state = {label for label in old if label.startswith(STATE)}
-            wanted = old if patched.labels is None else state.union(patched.labels)
-            if taken := [label for label in wanted if known.get(label, name) != name]:
-                raise Refusal(409, f"the label {taken[0]} is in use; choose another")
-            if renews:
-                wanted = wanted - state | {context.label}
-            for label in wanted - old:
+        if patched.labels is not None:
+            known, wanted = self._registry.labels(), set(patched.labels)
+            for label in wanted:
+                if known.get(label, name) != name:
+                    raise Refusal(409, f"the label {label} is in use; choose another")
+            for label in wanted - known.keys():
                 self._registry.label(label, name)
-            for label in old - wanted:
-                self._registry.unlabel(label)
+            for label in known.keys() - wanted:
+                if known[label] == name and not label.startswith(STATE):
+                    with suppress(CartridgeNotFound):  # another server was first
+                        self._registry.unlabel(label)
+        if patched.ttl is not None and self._library:
+            self._registry.label(context.label, name, instead=STATE)
         kept = "UPDATE contexts SET expires_at = ? WHERE id = ? AND expires_at > 0 RETURNING 1"
         if patched.ttl is not None and not self._run(kept, context.expires_at, context.id):
             raise Refusal(503, f"{context.id} is being removed", retry_after_s=1)
@@ -225,11 +225,16 @@ class Maker:
         except Exception as error:
             logger.exception("%s was not made", context.id)
             requests().count("contexts", "failed")
-            if type(error) is OSError:
+            if isinstance(error, CartridgeExists):
+                error = Refusal(409, f"{context.id} is in use; choose another id")
+            elif type(error) is OSError:
                 error = Refusal(507, f"the context cannot be written: {error.strerror}")
             why, soon = without_paths(str(error), {}), time.time() + _LEASE_S
-            # Else another has removed it, and may make it anew.
-            if await asyncio.to_thread(self._run, _FAILED, why, soon, context.id, context.key):
+            await asyncio.to_thread(self._run, _FAILED, why, soon, context.id, context.key)
+            # Another may have removed it and have made it anew, in the same place unless it is published.
+            if self._library or not await asyncio.to_thread(
+                self._run, "SELECT 1 FROM contexts WHERE key = ? AND id != ?", context.key, context.id
+            ):
                 with suppress(CartridgeError):
                     await asyncio.to_thread(self._withdraw, context)
             raise error from None
@@ -239,10 +244,11 @@ class Maker:
     def _registered(self, context: Context, posted: Posted) -> Context:
         """Let others know of a context that is made, and return it. Raises as `patch` does, and `SourceError`."""
         root, context = self.root(context), context._replace(expires_at=time.time() + (posted.ttl or _LEASE_S))
-        if self._library is not None:
+        if self._library:
             self._library.publish(root, label=context.label)
             shutil.rmtree(root.parent)
-        self._run(_MADE, context.digest, context.bytes, context.expires_at, context.id)
+        if not self._run(_MADE, context.digest, context.bytes, context.expires_at, context.id):
+            raise Refusal(503, f"{context.id} took too long and was removed", retry_after_s=1)
         return self.patch(context, Patched(labels=posted.labels))
 
     def root(self, context: Context) -> Path:
@@ -287,7 +293,7 @@ class Maker:
         self._renew(now)
         for row in self._run(_OVER, now, "", None):
             with suppress(CartridgeError):  # it is tried again
-                self.remove(Context(*row))
+                self.remove(Context(*row), now)
         for (total,) in self._run("SELECT total(bytes) FROM contexts"):
             requests().context_bytes.set(total)
 
@@ -298,9 +304,9 @@ class Maker:
 
     def clear(self) -> None:
         """Remove from the home what its table does not know: that was lost, or another release's."""
-        places = {str(place.resolve()): place for place in self._settings.contexts_dir.glob("*")}
         known = {key for (key,) in self._run("SELECT key FROM contexts")}
-        strange = {path: place for path, place in places.items() if place.name not in known}
+        places = self._settings.contexts_dir.glob("*")
+        strange = {str(place.resolve()): place for place in places if place.name not in known}
         for row in self._registry.all() if strange else ():
             if str(Path(row.location).parent) in strange:
                 self._registry.remove(row.name, labels=True)
@@ -308,14 +314,17 @@ class Maker:
             logger.warning("%s is of no context that is known, and is removed", place)
             shutil.rmtree(place, ignore_errors=True)
 
-    def remove(self, context: Context) -> None:
-        """Take a context out of the registry, the disk and the table; what is begun here is ended by whoever tidies up next.
+    def remove(self, context: Context, until: float = 0) -> None:
+        """Take a context out of the registry, the disk and the table, unless it is kept until later than that; what is begun here
+        is ended by whoever tidies up next.
 
         Requests that have it in memory end as they began, and others compute its text. Waits for others that remove one.
         """
-        with locked(self._settings.home):
+        with locked(self._settings.registry_path.parent):
+            if self._library and until:
+                self._library.registry.follow()  # another server may keep it longer since
             # One that another has removed may be there again.
-            if self._run(_ENDED, context.id, context.created_at):
+            if self._run(_ENDED, context.id, context.created_at, until):
                 self._withdraw(context)
                 self._run("DELETE FROM contexts WHERE id = ?", context.id)
 
@@ -323,7 +332,7 @@ class Maker:
         """Take a context out of the registry or the library, and the disk."""
         root, name = self.root(context), f"{context.id}@1"
         with suppress(CartridgeNotFound, ArtifactError):
-            if self._library is not None:
+            if self._library:
                 if root.exists():
                     self._library.withdraw(load_manifest(root))
                 if (row := self._registry.find(name)).digest == context.digest:  # else it is another server's

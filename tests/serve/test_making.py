@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import shutil
 import sqlite3
 import time
+import uuid
 from collections.abc import AsyncIterator
 from contextlib import closing
 from types import SimpleNamespace
@@ -25,6 +27,7 @@ with quietly():
     from lmcache_cartridge.serve.making import Maker
     from lmcache_cartridge.serve.request import Reference, Refusal, StillMade
     from lmcache_cartridge.serve.resolve import Resolver
+    from lmcache_cartridge.sources.published import Library
 
 
 @pytest.fixture
@@ -32,10 +35,10 @@ def settings(tmp_path):
     return Settings(home=tmp_path)
 
 
-def maker_of(settings: Settings) -> Maker:
+def maker_of(settings: Settings, client: Any = None, **more: Any) -> Maker:
     """Return what makes contexts in a home, as a server of it starts with."""
     drain = SimpleNamespace(enter=lambda: False)
-    admission = SimpleNamespace(settings=settings, resolver=Resolver(settings), client=None, drain=drain)
+    admission = SimpleNamespace(settings=settings, resolver=Resolver(settings), client=client, drain=drain, **more)
     maker = Maker(admission, None, 16, make_fingerprint())
     maker.table.create()
     return maker
@@ -143,3 +146,90 @@ def test_a_home_that_lost_its_table_has_none_of_its_contexts_and_one_that_has_it
     assert not any(root.exists() for root in roots) and not Registry(settings.registry_path).all()
     shutil.rmtree(settings.contexts_dir)
     maker_of(settings).clear()
+
+
+def test_as_many_as_there_is_room_for_are_begun_however_many_are_posted_at_once(tmp_path, monkeypatch):
+    async def waits(*_: Any) -> AsyncIterator[bytes]:
+        await asyncio.sleep(60)
+        yield b""
+
+    def slow() -> uuid.UUID:
+        time.sleep(0.05)
+        return uuid.UUID(int=random.getrandbits(128))
+
+    monkeypatch.setattr(making, "kv_of", waits)
+    monkeypatch.setattr(making, "_ANSWER_S", 0.01)
+    monkeypatch.setattr(making.uuid, "uuid4", slow)  # others are noted while an id is made
+    maker = maker_of(Settings(home=tmp_path, contexts_count=3))
+
+    async def posted() -> list[Any]:
+        posts = [maker.post(Prefix([n] * 16), Posted(), "") for n in range(24)]
+        return await asyncio.gather(*posts, return_exceptions=True)
+
+    told = asyncio.run(posted())
+    assert {each.status for each in told if isinstance(each, Refusal)} == {507}
+    assert sum(isinstance(each, Context) for each in told) == 3
+    assert maker.table.run("SELECT count(*) FROM contexts") == [(3,)]
+
+
+def test_what_another_removed_while_it_was_made_is_nowhere(settings, monkeypatch):
+    async def computed(*_: Any) -> AsyncIterator[bytes]:
+        yield bytes(16 * make_fingerprint().token_bytes)
+
+    async def none(*_: Any) -> None:
+        pass
+
+    async def refresh(*_: Any) -> None:
+        maker.table.run("DELETE FROM contexts")
+
+    monkeypatch.setattr(making, "kv_of", computed)
+    monkeypatch.setattr(making, "canary", none)
+    maker = maker_of(settings, client=SimpleNamespace(ask=refresh), canaries=SimpleNamespace(check=none))
+    with pytest.raises(Refusal, match="took too long and was removed") as refused:
+        asyncio.run(maker.post(Prefix([1] * 16), Posted(), ""))
+    assert refused.value.status == 503 and refused.value.retry_after_s
+    assert Registry(settings.registry_path).all() == [] and not [*settings.contexts_dir.glob("*")]
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """What makes contexts on two machines that share a library, where one of them was published; who follows it is the second's."""
+
+    def machine(name: str) -> Settings:
+        return Settings(home=tmp_path / name, disk_dir=tmp_path / name / "cache", library=str(tmp_path / "library"))
+
+    context = Context("ctx-book", "mine", "k", 1.0, time.time() + 0.5, 32, 100)
+    make_artifact(tmp_path / "made", cartridge_id="ctx-book", positions=32)
+    with Library(machine("a")) as one, Library(machine("b")) as two:
+        one.publish(tmp_path / "made", label=context.label)
+        two.registry.follow()
+        yield maker_of(machine("a")), maker_of(machine("b")), two.registry
+
+
+def test_two_servers_keep_a_context_by_turns_and_the_last_one_says_how_long(pair):
+    one, two, registry = pair
+    for ttl in (3e3, 9e3, 6e3):
+        for maker in (one, two):
+            kept = maker.patch(maker.table.of(["ctx-book"])["ctx-book"], Patched(ttl=ttl))
+    assert [label.split(".", 3)[3] for label in registry.labels()] == [f"{kept.expires_at:.3f}"]
+    one.patch(kept, Patched(labels=["book"]))
+    two.patch(kept, Patched(labels=[]))
+    registry.follow()
+    one.patch(kept, Patched(labels=[]))
+    two.patch(kept, Patched(labels=[]))  # which has not heard of it
+    assert len(registry.labels()) == 1
+
+
+def test_what_one_server_keeps_another_does_not_remove_as_over(pair):
+    one, two, registry = pair
+    there = one.table.of(["ctx-book"])["ctx-book"]
+    two.patch(there, Patched(ttl=1e3))
+    time.sleep(max(0.0, there.expires_at - time.time()))
+    one.tidy()
+    registry.follow()
+    assert [row.id for row in registry.all()] == ["ctx-book"] and one.table.of(["ctx-book"])[
+        "ctx-book"
+    ].expires_at > 1e9
+    one.remove(one.table.of(["ctx-book"])["ctx-book"])
+    registry.follow()
+    assert registry.all() == [] == [*one.table.of(["ctx-book"])]

@@ -198,6 +198,20 @@ def test_for_others_there_is_none_of_the_name_on_any_server(pair):
     assert two.asker.http.delete(f"{ROUTE}/{made['id']}", params={"cache_salt": "mine"}).status_code == 200
 
 
+def test_a_text_is_posted_at_any_server_just_after_another_has_kept_or_removed_it(pair):
+    one, two = pair
+    made, body = one.made(token_ids=one.wards["fourth"].ids[:CHUNK]), {"token_ids": one.wards["fourth"].ids[:CHUNK]}
+    until(lambda: two.get(made["id"]).status_code == 200)
+    for ttl in range(1000, 1003):
+        for served in pair:
+            assert served.asker.http.patch(f"{ROUTE}/{made['id']}", json={"ttl": ttl}).status_code == 200
+            again = served.post(**body)
+            assert (again.status_code, again.json().get("id")) == (200, made["id"]), again.text
+    assert one.asker.http.delete(f"{ROUTE}/{made['id']}").status_code == 200
+    again = two.made(**body)
+    assert again["id"] != made["id"] and two.asker.http.delete(f"{ROUTE}/{again['id']}").status_code == 200
+
+
 def test_what_is_deleted_or_has_expired_is_gone_from_every_server_and_from_the_library(pair, bucket):
     one, two = pair
     text = one.wards["third"].document.text
@@ -223,6 +237,7 @@ def test_what_is_deleted_or_has_expired_is_gone_from_every_server_and_from_the_l
     assert reply.status_code in (202, 409), reply.text
     one.right("ctx-both", one.wards["third"], 4)
     assert two.post(token_ids=[7] * CHUNK, id="ctx-both").status_code == 409
+    until(lambda: not one.places() and not two.places())
 
 
 def test_a_server_that_is_killed_while_it_publishes_leaves_nothing_half_made(tmp_path, wards):
