@@ -59,11 +59,12 @@ PRELOADED_LAST = (
 SCRIPTS = [Path(__file__).with_name(name) for name in ("ask_offline.py", "replayed_offline.py")]
 """Programs that make an engine by themselves."""
 _READ_LATE = (
-    "AWS_", "LMCACHE_", "MKL_NUM_THREADS", "OMP_NUM_THREADS", "PYTEST_", "PYTHONPATH",
+    "AITER_", "AWS_", "LD_LIBRARY_PATH", "LMCACHE_", "MKL_NUM_THREADS", "OMP_NUM_THREADS", "PYTEST_", "PYTHONPATH",
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_API_KEY", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_HTTP_", "VLLM_NO_USAGE_STATS", "VLLM_PLUGINS",
     "VLLM_SERVER_DEV_MODE",
 )  # fmt: skip
-"""How variables begin that nothing reads while it is imported; the path of modules is set in what is forked."""
+"""How variables begin that nothing reads while it is imported; the path of modules is set in what is forked. Some are set by what
+tests import (`cv2`, vLLM's benchmarks)."""
 
 
 BY_COMMAND = {"VLLM_LOGGING_COLOR": "0"}
