@@ -181,7 +181,13 @@ def add_routes(app: FastAPI, admission: Admission) -> None:
             raise Refusal(404, f"no such action: {action[:80]!r}")
         imported = admission.resolver.imports.location(name)
         reference = Reference(id=imported) if imported else Reference(id=name[:1024], source="registry")
-        selection = await admission.resolve([reference])
+        try:
+            selection = await admission.resolve([reference])
+        except Refusal:
+            if action != "evict":
+                raise
+            # Evicting lifts the quarantine for which it is refused.
+            selection = await admission.resolve([reference.model_copy(update={"force_redownload": True})])
         if selection.tag is None:
             raise Refusal(422, f"{selection.names} has no KV, so there is nothing to {action}")
         result = {"id": selection.manifests[0].name, "action": action}

@@ -198,6 +198,20 @@ def test_a_chunk_damaged_on_its_way_is_fetched_again(served):
     assert served.state("trained")["state"] == "resident"
 
 
+def test_what_is_wrong_on_s3_is_refused_until_it_is_mended_there_and_evicted(served):
+    def refused() -> bool:
+        body = {"model": str(MODEL), "prompt": "x", "max_tokens": 1, "cartridges": ["trained"]}
+        return "quarantined" in served.asker.http.post("/v1/completions", json=body).text
+
+    served.evict("trained")
+    served.proxy.always = lambda handler, answer: (flipped if handler.headers.get("Range") else sound)(handler, answer)
+    until(refused)
+    served.proxy.always = None
+    assert refused()
+    served.evict("trained")
+    assert served.right("trained")
+
+
 def test_force_redownload_fetches_every_chunk_again(served, s3_server):
     assert served.right("trained")
     served.proxy.requests.clear()
