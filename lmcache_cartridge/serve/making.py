@@ -155,9 +155,11 @@ class Maker:
             )
         now, name = time.time(), posted.id
         key = blake3(tenant.encode() + np.array(ids, "<u4").tobytes() + prefix.apart).hexdigest()
-        self._renew(now)
-        for over in self._run(_OVER, now, key, name):  # what is made of the text again lies in the same place
-            self.remove(Context(*over), now)
+        for over in map(Context._make, self._run(_OVER, now, key, name)):
+            if over.id in self._making:
+                self._renew(now)
+            else:  # what is made of the text again lies in the same place
+                self.remove(over, now)
         for there in map(Context._make, self._run(_LIVING, key, name, now)):
             if there.key != key or name not in (None, there.id):
                 raise Refusal(409, f"{there.id} is in use, or has this text; choose another id, or delete it first")
