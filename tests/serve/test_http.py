@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
 
-from lmcache_cartridge.serve import http
+from lmcache_cartridge.serve import http, misnamed
 from lmcache_cartridge.serve.request import Refusal, Router, read_header, read_references
 from lmcache_cartridge.settings import from_mapping
 
@@ -57,6 +58,14 @@ def test_a_body_with_marks_is_kept_for_the_renderer_only_where_contexts_are_made
         for body in (marked, plain):
             post(app, path, json=body)
     assert [body for body in found if body] == ([marked] * 2 if contexts else [])
+
+
+def test_large_bodies_are_looked_at_off_the_event_loop(monkeypatch):
+    threads, find = [], misnamed.find
+    monkeypatch.setattr(misnamed, "find", lambda *given: threads.append(threading.current_thread()) or find(*given))
+    for size in (10, 1 << 20):
+        assert post(_app(), "/anything", content=b'{"x": "' + b"x" * size + b'"}').status_code == 200
+    assert [thread is threading.main_thread() for thread in threads] == [True, False]
 
 
 @pytest.mark.parametrize(
