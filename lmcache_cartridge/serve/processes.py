@@ -56,16 +56,17 @@ class ServerProcess:
         deadline = time.monotonic() + self._timeout_s
         try:
             with httpx.Client(base_url=self.url, timeout=5) as client:
-                # Dead first: what answers on its port may be another's.
-                while (is_dead := self._process.poll() is not None) or not _is_healthy(client):
-                    if is_dead or time.monotonic() > deadline:
-                        tail = self.log.read_text(errors="replace")[-3000:]
-                        raise UnsupportedEngine(f"the server did not start; the end of {self.log} says:\n{tail}")
+                # Alive first: what answers on its port may be another's.
+                while self._process.poll() is None and time.monotonic() < deadline:
+                    with suppress(httpx.HTTPError):
+                        if client.get("/health").is_success:
+                            return self
                     time.sleep(0.2)
+            tail = self.log.read_text(errors="replace")[-3000:]
+            raise UnsupportedEngine(f"the server did not start; the end of {self.log} says:\n{tail}")
         except BaseException:
             _end(self._process, 10)
             raise
-        return self
 
     def __exit__(self, *error: object) -> None:
         _end(self._process, 10)
@@ -88,12 +89,6 @@ def _end(process: subprocess.Popen, let_go_s: float) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-def _is_healthy(client: httpx.Client) -> bool:
-    with suppress(httpx.HTTPError):
-        return client.get("/health").is_success
-    return False
 
 
 def run_pair(lmcache: list[str], vllm: list[str]) -> int:

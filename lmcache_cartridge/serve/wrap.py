@@ -124,9 +124,12 @@ class CartridgeRenderer(Around):
             request.kv_transfer_params = None  # the inner renderer has no use for our keys
             result = await render()
             engine_inputs = inputs(result)
-            for engine_input in engine_inputs:
-                self._prepend(engine_input, request, claim)
             selection = claim.selection
+            head = selection.document_ids if claim.is_text else selection.token_ids
+            assert head is not None  # a claim is on the text only where there is one
+            for engine_input in engine_inputs:
+                self._join(head, engine_input)
+                engine_input["cache_salt"] = selection.salt(self._own_salt(request), self._admission.secret)
             request.kv_transfer_params = claim.grant(params, len(engine_inputs), self._own_salt(request))
         self._admission.resolver.contexts.used.update(manifest.id for manifest in selection.manifests)
         is_granted = isinstance(request.kv_transfer_params, Grant)
@@ -135,14 +138,6 @@ class CartridgeRenderer(Around):
         if is_granted:
             requests().positions.inc(selection.positions * len(engine_inputs))
         return result
-
-    def _prepend(self, engine_input: dict[str, Any], request: Any, claim: Claim) -> None:
-        """Put the claim's token ids, or its documents' text, before a prompt, and bind vLLM's own cache to them."""
-        selection = claim.selection
-        head = selection.document_ids if claim.is_text else selection.token_ids
-        assert head is not None  # a claim is on the text only where there is one
-        self._join(head, engine_input)
-        engine_input["cache_salt"] = selection.salt(self._own_salt(request), self._admission.secret)
 
     async def _read_marked(
         self, maker: Maker, request: Any, engine_inputs: Sequence[dict[str, Any]], named: Selection | None
