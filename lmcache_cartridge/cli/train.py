@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeAlias
 
 from annotated_types import Ge, Interval
-from msgspec import to_builtins
 from typing_extensions import TypedDict
 
 from ..errors import CartridgeError
@@ -145,6 +144,8 @@ def train(
         Task(**task), settings, restart=restart, accept=ACCEPT if accept is None else accept, promote=not no_promote,
         say=say, bar=bar,
     )  # fmt: skip
+    from msgspec import to_builtins
+
     training = manifest.provenance.training
     assert training is not None and manifest.document is not None, "train wrote them"
     tell(

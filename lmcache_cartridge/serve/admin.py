@@ -114,7 +114,11 @@ def add_routes(app: FastAPI, admission: Admission) -> None:
         except (ArtifactError, KeyError, TypeError) as error:
             raise Refusal(400, f"the text is not taken: {error}") from None
         current().tenants = tenants_of(posted.cache_salt, current().api_key)
-        shown = await one((await maker().post(Prefix(ids, chat, adapter), posted, current().tenants[0])).id)
+        context = await maker().post(Prefix(ids, chat, adapter), posted, current().tenants[0])
+        try:
+            shown = await one(context.id)
+        except Refusal as gone:  # it was deleted just now
+            raise Refusal(503, str(gone), retry_after_s=1) from None
         return JSONResponse(shown, 200 if shown["digest"] else 202)
 
     @router.get("/{name}/files/{file}")
@@ -232,12 +236,12 @@ def _page(admission: Admission, ranks: Ranks, limit: int, after: str, active: bo
         rows = sorted([*rows, *(row for row in imported if row.id > behind)], key=lambda row: (row.id, row.version))
         rows, more = rows[:limit], len(rows) > limit
     claims = {
-        name: max(rank[key] for rank in ranks) for name, key in (("open", "claims"), ("oldest_s", "oldest_claim_s"))
+        "open": max(rank["claims"] for rank in ranks),
+        "oldest_s": max(rank["oldest_claim_s"] for rank in ranks),
     }
     last, data = rows[-1].name if rows else None, _states(admission, ranks, rows)
     page = {"object": "list", "data": data, "has_more": more, "last_id": last, "claims": claims}
-    if admission.settings.accept_weights:
-        page["accept_weights"] = True
+    page["accept_weights"] = admission.settings.accept_weights
     if (library := admission.library) is not None:
         problem = library.problem and without_paths(library.problem, {library.location: "the library"})
         page["library"] = {"position": library.position, "seen": library.seen_s, "problem": problem}
@@ -285,10 +289,8 @@ def _states(admission: Admission, ranks: Ranks, rows: list[RegistryEntry]) -> li
 
 def _progress(ranks: Ranks) -> dict[str, Any] | None:
     """Describe how far the slowest rank is with loading; None where none is loading."""
-    if not ranks:
-        return None
-    slowest = min(ranks, key=lambda rank: rank["resident"])
-    return {
+    slowest = min(ranks, key=lambda rank: rank["resident"], default=None)
+    return slowest and {
         "resident_chunks": slowest["resident"],
         "chunks": slowest["chunks"],
         "eta_s": slowest["eta_s"],

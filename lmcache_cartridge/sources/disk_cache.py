@@ -235,6 +235,9 @@ class DiskCache:
         """Return how many stored chunks of each cartridge have a copy, of any heads. Looks at every file."""
         return {digest: len({copy.chunk for copy in self._copies(digest)}) for digest in self._digests()}
 
+    def close(self) -> None:
+        """Nothing to give back."""
+
     def _path(self, key: CopyKey) -> Path:
         if not _DIGEST.fullmatch(key.digest) or (self.root / key.digest).is_symlink():
             raise OSError(errno.EINVAL, "is no digest, or a link", key.digest)
@@ -313,7 +316,7 @@ class DiskCache:
                 return False
             copy = oldest.pop()
             with suppress(FileNotFoundError, NotADirectoryError):
-                if Path(copy.path).lstat().st_mtime_ns == copy.used_ns:  # else it was used since, or is another
+                if os.lstat(copy.path).st_mtime_ns == copy.used_ns:  # else it was used since, or is another
                     self._count(evicted=self._remove(Path(copy.path)))
         return True
 

@@ -137,10 +137,10 @@ def test_each_cartridge_lies_on_one_server_and_one_that_is_killed_costs_what_it_
         own = [name for name in NAMES if homes[name] == "s1"]
 
         def answered(name: str) -> list[Answer]:
-            """Ask as the stock client does, which asks again after half a second and more."""
+            """Ask as the stock client does, which asks again after half a second and after another."""
             answers = [fleet.ask(http, name)]
-            if answers[0].status != 200:
-                time.sleep(0.5)
+            while answers[-1].status != 200 and len(answers) < 3:
+                time.sleep(0.5 * len(answers))
                 answers.append(fleet.ask(http, name))
             return answers
 
@@ -154,7 +154,7 @@ def test_each_cartridge_lies_on_one_server_and_one_that_is_killed_costs_what_it_
         # Those in flight, and each connection that the router kept open fails once.
         assert len(failed) <= 2 * clients, failed
         wrong = [last for *_, last in answers if not last.right]
-        assert not wrong, "wrong, or not answered by the second try"
+        assert not wrong, "wrong, or not answered by the third try"
         after = {name: fleet.ask(http, name).server for name in NAMES}
         assert set(after.values()) == {"s0"}
 

@@ -195,7 +195,7 @@ REFUSED: list[tuple[Callable[[Path], Path], str]] = [
     (lambda p: _saved(p, [(k, v[:, :, n // 2 :]) for n, (k, v) in enumerate(_pairs(foreign.random_kv(P)))]), "values of layer 2 have 63 positions, the first 64"),
     (lambda p: _saved(p, [(k.transpose(1, 2), v.transpose(1, 2)) if n else (k, v) for n, (k, v) in enumerate(_pairs(foreign.random_kv(8)))]),
                              r"values of layer 2 have shape \(1, 8, 2, 64\)"),
-    (lambda p: foreign.pairs(foreign.random_kv(8192), p / "a.pt"), "KV of 8192 positions; the model's context"),
+    (lambda p: foreign.pairs(foreign.random_kv(8192), p / "a.pt"), "8192 tokens; the model's context"),
     (lambda p: _saved(p, [(torch.ones(1, 2, 0, 64),) * 2] * 3), "KV of no position"),
     (partial(_kv, dtype=torch.int8), "dtype int8; expected bfloat16, float16, float32 or float64"),
     (partial(_kv, dtype=torch.float32), "without rounding.*--round"),
