@@ -31,7 +31,7 @@ from lmcache_cartridge.artifact.manifest import Measured
 from lmcache_cartridge.cli.recall import MODEL_DIR
 from lmcache_cartridge.make.cache import from_cache
 from lmcache_cartridge.make.compact.job import ANSWER_TOKENS, build_compact
-from lmcache_cartridge.make.compact.wanted import REFINE, Wanted
+from lmcache_cartridge.make.compact.wanted import REFINE, Wanted, form_of
 from lmcache_cartridge.make.gate import measure
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.make.payload import read_kv
@@ -117,7 +117,7 @@ def of_press(model: CausalModel, sheet: Sheet, file: Path, place: Path) -> Measu
         model, DynamicCache(layers), root, cartridge_id="short", version=1, next_position=tokens, chunk_tokens=CHUNK
     )
     whole = prefilled(model, model.encode(sheet.text, special=True))
-    return measure(model, whole, read_kv(manifest, root), sheet.asked, model.form_of(None), ANSWER_TOKENS)
+    return measure(model, whole, read_kv(manifest, root), sheet.asked, form_of(model, Wanted(1)), ANSWER_TOKENS)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

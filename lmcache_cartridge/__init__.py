@@ -3,7 +3,7 @@
 What a program may rely on is in `__all__`, by subject:
 
 - make: `CausalModel` loads a model; `build` computes a document's KV with it; `build_compact` makes a short cartridge of
-  a document or of a prefill cartridge, as a `CompactionWanted` says; `train` trains a shorter one, as a `Task`
+  a document, and `compact_cartridge` one of a prefill cartridge, as a `CompactionWanted` says; `train` trains a shorter one, as a `Task`
   with a `Recipe` says; `from_cache` takes what a KV compression left of a transformers cache; `recognise` reads what PEFT and others saved and `import_cartridge` makes a cartridge of it;
   `compress` stores one in int8.
 - keep: `Registry` knows which cartridges there are; `Manifest` describes one, and `load_manifest` reads it; `Library`
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .artifact.reading import load_manifest
     from .library.registry import Registry
     from .make.cache import from_cache
-    from .make.compact.job import build_compact
+    from .make.compact.job import build_compact, compact_cartridge
     from .make.compact.wanted import Wanted as CompactionWanted
     from .make.foreign.convert import import_ as import_cartridge
     from .make.foreign.recognise import recognise
@@ -54,6 +54,7 @@ __all__ = [
     "__version__",
     "build",
     "build_compact",
+    "compact_cartridge",
     "compress",
     "engine_arguments",
     "from_cache",
@@ -74,6 +75,7 @@ _LAZY = {
     "Task": "make.train.job",
     "build": "make.prefill",
     "build_compact": "make.compact.job",
+    "compact_cartridge": "make.compact.job",
     "compress": "make.write",
     "engine_arguments": "serve.offline",
     "from_cache": "make.cache",

@@ -117,8 +117,7 @@ def build(
     ray: Ray = None,
 ) -> int | None:  # fmt: skip
     """Make cartridges of documents, check and register them. Whole or compacted; or of a registered cartridge."""
-    options: dict[str, Any] = {"dtype": dtype, "device": device, "lora": lora, "max_model_len": max_model_len,
-                               "chat_template": chat_template}  # fmt: skip
+    options: dict[str, Any] = {"dtype": dtype, "device": device, "lora": lora, "max_model_len": max_model_len}
     arguments = _arguments(chat_arguments)
     if corpus:
         check(locals(), "--id, --document, --messages, --token-ids, --from, --url, --questions, --held-out, --refine, "
@@ -192,6 +191,8 @@ def _prefill(root: Path, given: dict[str, Any]) -> tuple[Manifest, dict[str, Any
         elif given["chat"] is None and messages is None:
             read = read_document(loaded, document)
         else:
+            if given["chat_template"] is not None:
+                loaded.tokenizer.chat_template = given["chat_template"].read_text()
             read = read_chat(loaded, source, given["chat"], arguments)
         chunk, canary = given["chunk_size"] or USUAL_CHUNK, given["canary"] or prefill.CANARY
         manifest = prefill.build(loaded, read, root, chunk_tokens=chunk, canary=canary, **given["made"])
@@ -219,7 +220,7 @@ def _compact(root: Path, given: dict[str, Any]) -> tuple[Manifest, dict[str, Any
     chunk = given["chunk_size"] or (USUAL_CHUNK if before is None else before.stored.chunk_tokens)
     loaded = load_model(given["model"], None if before is None else before.fingerprint, **given["options"])
     from ..make import questions
-    from ..make.compact.job import build_compact
+    from ..make.compact.job import build_compact, compact_cartridge
     from ..make.compact.wanted import Wanted
     from ..make.train.initial import positions_of
 
@@ -230,7 +231,8 @@ def _compact(root: Path, given: dict[str, Any]) -> tuple[Manifest, dict[str, Any
         more = {name: given[name] for name in ("refine", "accept") if given[name] is not None}
         return Wanted(p, asked, held_out, **more)
 
-    manifest = build_compact(loaded, source, root, wanted, chunk_tokens=chunk, say=say, **given["made"])
+    make = build_compact if before is None else compact_cartridge
+    manifest = make(loaded, source, root, wanted, chunk_tokens=chunk, say=say, **given["made"])
     about, tokens = manifest.provenance.compaction, manifest.document
     assert about is not None and tokens is not None, "compaction writes both"
     return manifest, {

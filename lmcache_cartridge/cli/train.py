@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
-
-from annotated_types import Ge, Interval
-from typing_extensions import TypedDict
+from typing import TYPE_CHECKING, Annotated, Any
 
 from ..errors import CartridgeError
 from .making import ONE, many
@@ -45,34 +43,16 @@ from .options import (
 )
 from .show import bar, bars, say, show, table, working
 
-_Natural: TypeAlias = Annotated[int, Ge(0)]
-_Count: TypeAlias = Annotated[int, Ge(1)]
+if TYPE_CHECKING:
+    from ..make.ask import Asker
 
-
-class _Recipe(TypedDict, total=False):
-    """What `--set` takes."""
-
-    __pydantic_config__ = {"extra": "forbid", "strict": True}  # type: ignore[misc]
-
-    objective: Literal["distill", "next-token"]
-    top_k: _Natural
-    batch: _Count
-    accumulate: _Count
-    rate: Annotated[float, Interval(gt=0, lt=1e9)]
-    warmup: _Natural
-    jitter: _Natural
-    schedule: Literal["plateau", "cosine", "constant"]
-    check_every: _Count
-    patience: _Natural
-    precision: Literal["float32", "bfloat16"]
-    seed: _Natural
-    answer_tokens: _Count
-    ask_as: Literal["chat", "text"]
-    max_model_len: _Count
-    init: Literal["compact", "sci", "first-k", "vocab", "random"]
-
-
-RECIPE = list(_Recipe.__annotations__)
+RECIPE: dict[str, int | float | tuple[str, ...]] = {
+    "objective": ("distill", "next-token"), "top_k": 0, "batch": 1, "accumulate": 1, "rate": 0.0, "warmup": 0, "jitter": 0,
+    "schedule": ("plateau", "cosine", "constant"), "check_every": 1, "patience": 0, "precision": ("float32", "bfloat16"),
+    "seed": 0, "answer_tokens": 1, "ask_as": ("chat", "text"), "max_model_len": 1,
+    "init": ("compact", "sci", "first-k", "vocab", "random"),
+}  # fmt: skip
+"""What `--set` takes: what each may be, or the least number it may be."""
 ANSWER_TOKENS = 64
 """Longest answer that `evaluate` asks for."""
 
@@ -127,6 +107,8 @@ def train(
     values = locals() | _recipe(set)
     values["compress"], values["positions"] = length(compress)
     with working("load torch"):
+        from msgspec import to_builtins
+
         from ..make.gate import ACCEPT
         from ..make.train.job import Task
         from ..make.train.job import train as run
@@ -144,8 +126,6 @@ def train(
         Task(**task), settings, restart=restart, accept=ACCEPT if accept is None else accept, promote=not no_promote,
         say=say, bar=bar,
     )  # fmt: skip
-    from msgspec import to_builtins
-
     training = manifest.provenance.training
     assert training is not None and manifest.document is not None, "train wrote them"
     tell(
@@ -159,15 +139,19 @@ def train(
 
 def _recipe(words: list[str]) -> dict[str, Any]:
     """Return what `--set` says. Raises `CartridgeError` for what is no setting, and for a value that it cannot have."""
-    from pydantic import TypeAdapter, ValidationError
-
     found = dict(map(assignment, words))
-    try:
-        TypeAdapter(_Recipe).validate_python(found)
-    except ValidationError as error:
-        wrong = error.errors()[0]
-        told = f"--set {wrong['loc'][0]}={wrong['input']}: {wrong['msg']}"
-        raise CartridgeError(f"{told}; settings of a training are {', '.join(RECIPE)}") from None
+    for name, value in found.items():
+        allowed = RECIPE.get(name)
+        if allowed is None:
+            raise CartridgeError(f"--set {name}: there is no such setting of a training; there are {', '.join(RECIPE)}")
+        if isinstance(allowed, tuple):
+            good, least = value in allowed, f"one of {', '.join(allowed)}"
+        elif isinstance(allowed, float):
+            good, least = type(value) in (int, float) and allowed < value < math.inf, f"a number above {allowed:g}"
+        else:
+            good, least = type(value) is int and value >= allowed, f"a whole number of at least {allowed}"
+        if not good:
+            raise CartridgeError(f"--set {name}={value} must be {least}")
     return found
 
 
@@ -213,7 +197,7 @@ def evaluate(
         if judge_url is not None:
             judge = stack.enter_context(Server(judge_url, os.environ.get("JUDGE_MODEL"), key=JUDGE_KEY))
         progress = stack.enter_context(bars())
-        asker: ModelAsker | ServerAsker
+        asker: Asker
         if url is not None:
             asker = ServerAsker(stack.enter_context(Server(url, server_model)), manifest.name, about, ask_as)
         elif manifest.payload is None:

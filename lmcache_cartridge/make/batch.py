@@ -35,7 +35,7 @@ from .model import CausalModel
 from .train.initial import positions_of
 
 if TYPE_CHECKING:
-    from .train.job import Job
+    from .trained import Trained
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,6 +50,8 @@ class Recipe:
     canary: str = prefill.CANARY
     chat: str | None = None
     """The role of a message that the document is."""
+    chat_template: Path | None = None
+    """In the place of the model's."""
     chat_arguments: Mapping[str, Any] = field(default_factory=dict)
     compact: tuple[float | None, int | None] | None = None
     """By how much to compress, or to how many positions."""
@@ -67,6 +69,8 @@ class Batch:
         """Load the model. Raises `CartridgeError` for what no document could be made with."""
         self._recipe, self._settings, self._directory = recipe, settings, settings.cartridges_dir
         self._model = CausalModel(recipe.model, **recipe.options)
+        if recipe.chat_template is not None:
+            self._model.tokenizer.chat_template = recipe.chat_template.read_text()
         self._sources = Sources(S3Source(**settings.s3))
         self._scratch = TemporaryDirectory()
         self._library = Library(settings) if settings.library else None
@@ -124,15 +128,15 @@ class Batch:
                 shutil.rmtree(root, ignore_errors=True)
         return made.name, True
 
-    def _job(self, cartridge_id: str, document: Document) -> Job | None:
+    def _job(self, cartridge_id: str, document: Document) -> Trained | None:
         """Return what trains the cartridge, where it is to be trained."""
         if self._recipe.train is None:
             return None
-        from .train.job import Job, Task  # which need PEFT
+        from .trained import Task, Trained  # which need PEFT
 
         task = Task(**{**self._recipe.train, "id": cartridge_id, "document": document})
         shelf = SimpleNamespace(next_version=self._registry.next_version, register=self._register)
-        return Job(self._model, task, self._settings, shelf)
+        return Trained(self._model, task, self._settings, shelf)
 
     def _make(self, document: Any, root: Path, **how: Any) -> Manifest:
         recipe = self._recipe

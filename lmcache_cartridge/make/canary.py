@@ -8,8 +8,8 @@ taken as notice every time.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -21,16 +21,16 @@ from ..memory.layout import DTYPES
 from ..memory.rope import rotate, shift
 from .model import CausalModel
 from .progress import Progress, silent
-from .questions import PART, parts
 from .train.packing import Packed, prefix_mask
 
 ANSWER = 8
 """Tokens of an answer."""
 TOP = 10
 """Likeliest tokens at each, to be compared."""
+_QUESTION = 12
 _LONGEST = 32
 _WINDOWS = (0.05, 0.2, 0.35, 0.5, 0.65, 0.8, 0.95)
-"""Where in the document a candidate begins."""
+"""Where in the document a candidate begins: a model that reads words again looks there for what follows."""
 TEXTS = ("\n\nQuestion: what does this document say?\nAnswer:", " In short, the most important of this is that")
 _DAMAGED = 6
 """At most so many chunks, or layers, are damaged: spread over all, with the first and the last."""
@@ -122,11 +122,12 @@ def _misplaced(model: CausalModel, moved: torch.Tensor, start: int) -> Iterator[
 
 
 def _candidates(model: CausalModel, document: Sequence[int] | None, questions: Sequence[list[int]]) -> list[list[int]]:
-    bos = model.tokenizer.bos_token_id
-    found: list[Sequence[int]] = [model.encode(text, special=False)[-PART:] for text in TEXTS]
+    bos, size = model.tokenizer.bos_token_id, _QUESTION
+    found = [model.encode(text, special=False)[-size:] for text in TEXTS]
     found += [question[-_LONGEST:] for question in questions]
-    if document is not None and len(document) > 2 * PART:
-        found += parts(document, _WINDOWS)
+    if document is not None and len(document) > 2 * size:
+        starts = [max(1, int(share * (len(document) - size))) for share in _WINDOWS]
+        found += [list(document[start : start + size]) for start in starts]
     # A server takes leading BOS for one that a template put there.
     return [row for row in ([i for i in row if i != bos] for row in found) if row]
 
@@ -141,8 +142,9 @@ def _ask(model: CausalModel, kv: torch.Tensor, rows: Sequence[list[int]]) -> lis
     """
     asked = _greedy(model, kv, rows)
     apart: list[list[torch.Tensor]] = []
-    for seed, coarse in enumerate(_DRAWS):
-        with rounding(model, seed, coarse):
+    with rounding(model) as again:
+        for seed, coarse in enumerate(_DRAWS):
+            again(seed, coarse)
             apart.append(_apart(model, kv, asked))
     for place, (each, drawn) in enumerate(zip(asked, zip(*apart, strict=True), strict=True)):
         unsure = torch.stack(drawn).amax((0, 2)).tolist()
@@ -271,10 +273,18 @@ def _choose(seen: Sequence[Sequence[float]]) -> list[int]:
 
 
 @contextmanager
-def rounding(model: CausalModel, seed: int, coarse: float = 1.0) -> Iterator[None]:
-    """Have each matrix product of the model come out as another engine might round it, so much coarser than its dtype."""
-    generator = torch.Generator(device=model.device).manual_seed(seed)
-    size = coarse * torch.finfo(DTYPES[model.fingerprint.dtype]).eps / 2
+def rounding(model: CausalModel) -> Iterator[Callable[[int, float], None]]:
+    """Have each matrix product of the model come out as another engine might round it.
+
+    Call what it yields with a seed, and how much coarser than its dtype the engine is.
+    """
+    generator = torch.Generator(device=model.device)
+    half, size = torch.finfo(DTYPES[model.fingerprint.dtype]).eps / 2, 0.0
+
+    def again(seed: int, coarse: float) -> None:
+        nonlocal size
+        generator.manual_seed(seed)
+        size = coarse * half
 
     def rounded(module: torch.nn.Module, given: object, out: Any) -> Any:
         # The scores and logits of Llama 4's router, which is a matrix product by inheritance.
@@ -283,11 +293,16 @@ def rounding(model: CausalModel, seed: int, coarse: float = 1.0) -> Iterator[Non
         noise = torch.rand(out.shape, generator=generator, device=out.device) * 2 - 1
         return (out.float() * (1 + size * noise)).to(out.dtype)
 
-    with ExitStack() as hooks:
-        for module in model.model.modules():
-            if isinstance(module, torch.nn.Linear) or type(module).__name__ == "Conv1D":
-                hooks.enter_context(module.register_forward_hook(rounded))
-        yield
+    handles = [
+        module.register_forward_hook(rounded)
+        for module in model.model.modules()
+        if isinstance(module, torch.nn.Linear) or type(module).__name__ == "Conv1D"
+    ]
+    try:
+        yield again
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def in_int8(canary: ServedCanary | None) -> ServedCanary | None:

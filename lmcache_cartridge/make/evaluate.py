@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .ask import WAYS, ModelAsker, ServerAsker, Way
+from .ask import WAYS, Asker, Way
 from .progress import Progress, silent
 from .questions import Question
 from .server import HIGHEST, Server
@@ -59,7 +59,7 @@ def interval(share: float, count: int) -> tuple[float, float]:
 
 
 def ask_all(
-    asker: ModelAsker | ServerAsker,
+    asker: Asker,
     questions: Sequence[Question],
     tokens: int,
     *,
@@ -72,12 +72,12 @@ def ask_all(
     """
     texts, found = [question.text for question in questions], dict[Way, list[Answer]]()
     replies = {way: asker.ask(way, texts, tokens, progress) for way in WAYS}
-    said = zip(questions, replies["document"], strict=True)
-    expected = [reply if question.answer is None else question.answer for question, reply in said]
     for way in WAYS:
         found[way] = []
-        for number, given in enumerate(zip(texts, expected, replies[way], strict=True), 1):
-            found[way].append(Answer(*given, judge.score(*given) if judge else None))
+        for number, (question, got) in enumerate(zip(questions, replies[way], strict=True), 1):
+            expected = replies["document"][number - 1] if question.answer is None else question.answer
+            score = judge.score(question.text, expected, got) if judge else None
+            found[way].append(Answer(question.text, expected, got, score))
             if judge:
                 progress(f"judge {way}", number, len(questions))
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
-from itertools import dropwhile, groupby, takewhile
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -67,12 +67,12 @@ class CausalModel:
 
     def __init__(
         self, name: str, *, dtype: str = "auto", device: str = "cpu", lora: Path | None = None,
-        max_model_len: int | None = None, chat_template: Path | None = None, weights: bool = True,
+        max_model_len: int | None = None, weights: bool = True,
     ) -> None:  # fmt: skip
         """Load the model. `dtype` is a key of `DTYPES`, or `auto` for the one it was saved in; `device` is one of torch's,
         or `auto` for the first GPU where there is one.
 
-        `chat_template` is in the place of the model's own. `max_model_len` is the engine's, by which longrope is settled: see `artifact.hf_config.takes_long_factors`.
+        `max_model_len` is the engine's, by which longrope is settled: see `artifact.hf_config.takes_long_factors`.
         With `lora`, a directory, it computes with that PEFT LoRA adapter in all it does. Raises `UnsupportedModel` when
         there is no such model or adapter here, or its KV cannot be a cartridge.
 
@@ -91,8 +91,6 @@ class CausalModel:
         self._settle_rope()
         self.lora = lora
         self.tokenizer: Any = read_tokenizer(directory)
-        if chat_template is not None:
-            self.tokenizer.chat_template = chat_template.read_text()
         self.fingerprint = msgspec.structs.replace(self._fingerprint(directory), lora=digest)
         self._order: list[int] | None = None
         """Which of a rotary key's elements transformers has where engines have the first, second, ...; None for the same."""
@@ -216,15 +214,16 @@ class CausalModel:
         Raises `UnsupportedModel` where the cache is not what the fingerprint says engines have.
         """
         shape = self.fingerprint
-        layers = self._tried(0)
-        found = {plane.shape[1::2] for layer in layers for plane in (layer.keys, layer.values)}
-        copies = layers[0].keys.shape[1] // shape.kv_heads
+        cache: Any = DynamicCache()
+        self.model(input_ids=torch.tensor([_IDS], device=self.device), past_key_values=cache, logits_to_keep=1)
+        found = {plane.shape[1::2] for layer in cache.layers for plane in (layer.keys, layer.values)}
+        copies = cache.layers[0].keys.shape[1] // shape.kv_heads
         expected = {(copies * shape.kv_heads, shape.head_size)}
         if shape.latent is not None:
             expected = {(1, shape.latent), (1, shape.head_size - shape.latent)}
-        if len(layers) != shape.layers or found != expected:
+        if len(cache.layers) != shape.layers or found != expected:
             raise UnsupportedModel(
-                f"{shape.architecture} caches {len(layers)} layers of {sorted(map(tuple, found))} heads and elements, "
+                f"{shape.architecture} caches {len(cache.layers)} layers of {sorted(map(tuple, found))} heads and elements, "
                 f"its config says {shape.layers} of {(shape.kv_heads, shape.head_size)}"
             )
         return copies
@@ -251,17 +250,14 @@ class CausalModel:
                 return pairing, tuple(layer for layer, does in enumerate(rotates) if does)
         return None, None
 
-    def _tried(self, start: int) -> Any:
-        """Return what each layer caches of a few tokens at `start` and the positions after it."""
-        ids, cache = torch.tensor([_IDS], device=self.device), DynamicCache()
-        at = {"position_ids": ids - ids[0, 0] + start} if start else {}  # which models without RoPE may not take
-        self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1, **at)
-        return cache.layers
-
     def _keys(self, start: int) -> torch.Tensor:
-        """Return the keys `[L, T, H * D]` of these tokens."""
+        """Return the keys `[L, T, H * D]` of a few tokens at `start` and the positions after it."""
+        ids = torch.tensor([_IDS], device=self.device)
+        cache: Any = DynamicCache()
+        at = start + torch.arange(len(_IDS), device=self.device)[None]
+        self.model(input_ids=ids, position_ids=at, past_key_values=cache, use_cache=True, logits_to_keep=1)
         name = "keys" if self.fingerprint.planes == 2 else "values"  # a rotary key stands beside its latent vector
-        return torch.stack([getattr(layer, name)[0].transpose(0, 1) for layer in self._tried(start)]).cpu()
+        return torch.stack([getattr(layer, name)[0].transpose(0, 1) for layer in cache.layers]).cpu()
 
     def encode(self, text: str, *, special: bool) -> list[int]:
         """Return token ids; with `special` as a prompt begins (BOS where the tokenizer adds one), never with EOS."""
@@ -324,9 +320,12 @@ class CausalModel:
 
     def cache(self, kv: torch.Tensor, rows: int) -> DynamicCache:
         """Return canonical KV `[2, L, T, H, D]` as `past_key_values` of `rows` sequences, without copying it for each."""
-        planes = (each.transpose(1, 2) for each in self._cached(kv.to(self.device)))
-        layers = [tuple(each.expand(rows, *each.shape) for each in layer) for layer in zip(*planes, strict=True)]
-        return DynamicCache(layers)
+        cache = DynamicCache()
+        keys, values = (each.transpose(1, 2) for each in self._cached(kv.to(self.device)))
+        for layer in range(keys.shape[0]):
+            shape = (rows, -1, -1, -1)
+            cache.update(keys[layer : layer + 1].expand(shape), values[layer : layer + 1].expand(shape), layer)
+        return cache
 
     def passes(self, rows: Sequence[Sequence[int]], kv: torch.Tensor | None) -> Iterator[list[int]]:
         """Yield indices of rows that go through one forward pass after `kv`: of one length, so that none is padded.
@@ -371,7 +370,9 @@ class CausalModel:
             ids = logits.argmax(-1)
             ended |= torch.isin(ids[:, 0], ends)
             new.append(ids)
-        return [list(takewhile(lambda token: token not in self.end_ids, row)) for row in torch.cat(new, 1).tolist()]
+        rows = torch.cat(new, 1).tolist() if new else [[] for _ in prompts]
+        cut = [next((i for i, token in enumerate(row) if token in self.end_ids), len(row)) for row in rows]
+        return [row[:end] for row, end in zip(rows, cut, strict=True)]
 
     @property
     def sight(self) -> int | None:
@@ -404,17 +405,14 @@ class CausalModel:
         ends = [ends] if isinstance(ends, int) else list(ends or [])
         return list(dict.fromkeys(i for i in [*ends, self.tokenizer.eos_token_id] if i is not None))
 
-    def form_of(self, form: str | None) -> str:
-        """Return how questions are asked: as said, or `chat` where there is a template, else `text`."""
-        return form or ("chat" if self.tokenizer.chat_template else "text")
-
     def question_ids(self, question: str, form: str) -> list[int]:
         """Return the ids of a question as it follows a document: a user message if `form` is `chat`, else as it is."""
         if form == "text":
             return self.encode(question, special=False)
         message = [{"role": "user", "content": question}]
         ids = self.tokenizer.apply_chat_template(message, tokenize=True, add_generation_prompt=True, return_dict=False)
-        return list(dropwhile(lambda token: token == self.tokenizer.bos_token_id, ids))
+        start = next((i for i, token in enumerate(ids) if token != self.tokenizer.bos_token_id), len(ids))
+        return ids[start:]
 
     def provenance(self, verb: str, **facts: Any) -> Provenance:
         """Return where a cartridge comes from that `lmcache-cartridge verb` makes now; `facts` are other fields of it."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
-
-import msgspec
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..artifact import files
 from ..errors import CartridgeError
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
 
 MOST_HELD_OUT = 256
 """Questions to choose by, and as many to measure by: 95% of as many are right within 3 points."""
-PART = 12
-"""Tokens of a question that is a part of the document."""
 SLICE_CHARACTERS = (400, 4000)
 """Shortest and longest part of a document that self-study shows its writer."""
 INSTRUCTIONS = (
@@ -44,16 +41,6 @@ class Question(NamedTuple):
     answer: str | None = None
 
 
-class _Row(msgspec.Struct):
-    """A question in a file."""
-
-    question: Annotated[str, msgspec.Meta(pattern=r"\S")]
-    answer: str | None = None
-
-
-_decode_list, _decode_lines = msgspec.json.Decoder(list[_Row]).decode, msgspec.json.Decoder(_Row).decode_lines
-
-
 def distinct(questions: Iterable[Question]) -> list[Question]:
     """Return the questions without those whose text came before."""
     found: dict[str, Question] = {}
@@ -65,23 +52,28 @@ def distinct(questions: Iterable[Question]) -> list[Question]:
 def read(path: Path) -> list[Question]:
     """Return the questions in a file of JSON lines `{"question": ..., "answer": ...}`; answers may lack, or be null.
 
-    A file that is one JSON list of such objects is taken too. Raises `CartridgeError` naming the entry that is wrong, from 0.
+    A file that is one JSON list of such objects is taken too. Raises `CartridgeError` naming the line that is wrong.
     """
     text = text_of(path)
-    decode = _decode_list if text.lstrip().startswith("[") else _decode_lines
     try:
-        rows = decode(text)
-    except msgspec.DecodeError as error:
-        raise CartridgeError(f'{path}: no JSON lines of {{"question": "...", "answer": "..."}}: {error}') from error
+        rows = json.loads(text) if text.lstrip().startswith("[") else None
+        rows = rows if rows is not None else [json.loads(line) for line in text.splitlines() if line.strip()]
+    except (ValueError, RecursionError) as error:
+        raise CartridgeError(f"{path}: no JSON lines: {error}") from error
+    for number, row in enumerate(rows, 1):
+        sound = isinstance(row, dict) and isinstance(row.get("question"), str) and row["question"].strip()
+        if not sound or not isinstance(row.get("answer"), str | None):
+            raise CartridgeError(f'{path}: entry {number} is not {{"question": "...", "answer": "..."}}: {row!r:.100}')
     if not rows:
         raise CartridgeError(f"{path} has no questions")
-    return distinct(Question(row.question, row.answer) for row in rows)
+    return distinct(Question(row["question"], row.get("answer")) for row in rows)
 
 
 def save(questions: Sequence[Question], path: Path) -> None:
     """Write questions as `read` reads them, whole or not at all."""
+    rows = (json.dumps({"question": q.text, "answer": q.answer}, ensure_ascii=False) + "\n" for q in questions)
     path.parent.mkdir(parents=True, exist_ok=True)
-    files.replace(path, [msgspec.json.encode(_Row(*question)) + b"\n" for question in questions])
+    files.replace(path, [row.encode() for row in rows])
 
 
 class Split(NamedTuple):
@@ -174,12 +166,6 @@ def server_writer(server: Server) -> Writer:
     return lambda text, instruction, seed: server.reply(
         f"{text}\n\n{instruction} {RULES}", tokens=128, temperature=0.7, seed=seed
     )
-
-
-def parts(ids: Sequence[int], shares: Sequence[float] = (0.2, 0.5, 0.8)) -> list[tuple[int, ...]]:
-    """Return parts of a document as questions: a model that reads words again looks there for what follows."""
-    starts = [max(1, int(share * (len(ids) - PART))) for share in shares]
-    return [tuple(ids[start : start + PART]) for start in starts]
 
 
 def text_of(path: Path) -> str:

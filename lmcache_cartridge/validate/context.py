@@ -12,10 +12,9 @@ import pytest
 
 from ..errors import CartridgeError, SourceError
 from ..make.progress import Progress, silent
-from ..make.questions import parts
 from ..make.server import Reply, Server
 from ..make.trial import texts
-from ..make.trial.maker import Held, Maker
+from ..make.trial.maker import Held, Maker, parts
 from ..make.trial.own import OwnServer
 from .compare import TELLING, Difference, Noise, compare_logprobs
 
@@ -215,8 +214,9 @@ def rounding(maker: Maker, kv: torch.Tensor, ids: Sequence[int], given: Reply) -
     from ..make.canary import rounding
 
     plain, most = by_model(maker, kv, ids, given), 0.0
-    for draw in range(_DRAWS):
-        with rounding(maker.model, draw):
+    with rounding(maker.model) as again:
+        for draw in range(_DRAWS):
+            again(draw, 1.0)
             most = max(most, compare_logprobs(plain, by_model(maker, kv, ids, given)).mean)
     return most
 

@@ -127,7 +127,8 @@ def test_an_engine_that_rounds_otherwise_passes(tiny):
     assert passes(tiny.model, tiny.kv, tiny.canary)
     assert passes(tiny.exact, tiny.kv, tiny.canary)
     for seed in range(10, 13):
-        with make_canary.rounding(tiny.model, seed):
+        with make_canary.rounding(tiny.model) as again:
+            again(seed, 1)
             assert passes(tiny.model, tiny.kv, tiny.canary), seed
 
 
@@ -292,7 +293,8 @@ def test_a_router_that_answers_two_things_is_rounded_too(tmp_path):
     """Llama 4's is a matrix product by inheritance, and returns its scores and its logits."""
     model, ids = CausalModel(str(make_model(tmp_path, TRICKY["llama4"]()))), list(range(5, 25))
     exact = model.logits(ids, 1)
-    with make_canary.rounding(model, 1):
+    with make_canary.rounding(model) as again:
+        again(1, 1.0)
         rounded = model.logits(ids, 1)
     assert 0 < float((rounded - exact).abs().max()) < 0.5
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from making import make_artifact
 from recall.ward import ask
 from routers import Reply, Request, Stub
 from serving import serving
+from tqdm import tqdm
 
 from lmcache_cartridge.artifact.manifest import Provenance
 from lmcache_cartridge.cli.recall import MODEL_DIR
@@ -239,8 +241,8 @@ def test_each_server_is_shown_its_own_key_and_no_other(tmp_path, monkeypatch, ha
         asked = ("--questions", tmp_path / "q.jsonl", "--url", server.url, "--judge-url", judge.url)
         assert Cli(tmp_path)("evaluate", "doc", *asked).status == 0
         task = Task(model="m", document=tmp_path, id="doc", self_study=1, writer_url=writer.url)
-        job = Job(None, task, from_mapping({"home": tmp_path}), registry)
-        assert job._gather("A text of some words.", "text") == [Question("who?")]
+        job = Job(task, from_mapping({"home": tmp_path}), registry, say=print, bar=partial(tqdm, disable=True))
+        assert job._gather(None, "A text of some words.", "text") == [Question("who?")]
         for stub, role in ((server, "VLLM"), (judge, "JUDGE"), (writer, "WRITER")):
             shown = {request.headers.get("authorization") for request in stub.requests}
             assert shown == {f"Bearer {role}" if has_keys else None}

@@ -151,6 +151,12 @@ def test_a_loss_that_is_not_finite_ends_training_in_a_sentence(made):
 # It goes on, and it stops.
 
 
+def test_a_checkpoint_of_another_recipe_is_not_gone_on_from(made, tmp_path):
+    _trainer(made, recipe=replace(RECIPE, steps=1)).run(tmp_path)
+    with pytest.raises(CartridgeError, match="another recipe"):
+        _trainer(made, recipe=replace(RECIPE, steps=2)).run(tmp_path)
+
+
 def test_a_checkpoint_that_is_a_program_is_not_run(made, tmp_path):
     class Bomb:
         def __reduce__(self) -> tuple:
@@ -352,6 +358,22 @@ def test_no_question_is_put_behind_the_end_of_the_models_context(made, monkeypat
     assert _trainer(made).jitter == jitter
 
 
+def test_a_lesson_is_kept_and_found_again_and_another_one_is_not(made, tmp_path):
+    questions, kv = [Question("ward of Mora?", "7"), Question("blood of Mora?")], prefilled(made.model, made.ids)
+
+    def prepared(top_k: int) -> tuple[lesson.Lesson, bool]:
+        asked: list[object] = []
+        return lesson.prepare(
+            made.model, made.ids, questions, kv, form="chat", top_k=top_k, answer_tokens=2, directory=tmp_path,
+            progress=lambda *done: asked.append(done),
+        ), bool(asked)  # fmt: skip
+
+    (first, is_new), (again, is_made_again), (_, is_another) = map(prepared, (3, 3, 4))
+    assert (is_new, is_made_again, is_another) == (True, False, True)
+    assert again.examples == first.examples
+    assert torch.equal(again.log_probs, first.log_probs) and torch.equal(again.tokens, first.tokens)
+
+
 @pytest.mark.parametrize("k", [1, 20, 50])
 def test_the_divergence_is_that_of_kullback_and_leibler_with_all_unlikely_tokens_as_one(k):
     draw = torch.Generator().manual_seed(0)
@@ -548,9 +570,9 @@ def test_a_run_without_questions_does_not_bind_the_next_restart_forgets_one_and_
 
 @pytest.mark.parametrize("option, value, said", [
     ("--id", "../up", "cannot be a cartridge id"), ("--model", "nowhere", "nowhere is neither a directory"),
-    ("--set", "rate=0", "--set rate=0: Input should be greater than 0"), ("--set", "rate=1e999", "less than"),
-    ("--set", "init=none", "init=none: Input should be 'compact', "), ("--set", "batch=1.5", "batch=1.5: Input should be a valid integer"),
-    ("--set", "wings=2", "wings=2: Extra inputs are not permitted; settings of a training are objective, top_k"),
+    ("--set", "rate=0", "--set rate=0 must be a number above 0"), ("--set", "jitter=-1", "jitter=-1 must be a whole number of at least 0"),
+    ("--set", "schedule=none", "schedule=none must be one of plateau, cosine, constant"), ("--set", "batch=1.5", "batch=1.5 must be a whole number"),
+    ("--set", "wings=2", "there is no such setting of a training; there are objective, top_k"),
     ("--writer-url", "http://localhost", "say how many"), ("--chunk-size", 256, "p = 256 positions cannot stand for a document of 135 tokens"),
 ])  # fmt: skip
 def test_what_cannot_be_trained_is_one_line_and_leaves_nothing(train, option, value, said):

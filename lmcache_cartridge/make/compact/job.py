@@ -15,7 +15,7 @@ from ...artifact import reading
 from ...artifact.manifest import Compaction, Manifest, Measured, Origin
 from ...errors import ArtifactError
 from .. import gate
-from ..document import Document, read_document
+from ..document import read_document
 from ..model import CausalModel
 from ..payload import as_served, read_checked, rounded
 from ..progress import Progress, silent
@@ -27,7 +27,7 @@ from ..write import write_trained
 from .closed import compacted, rerotated
 from .references import References, collect
 from .refine import refine
-from .wanted import Wanted, references_of
+from .wanted import Wanted, form_of, references_of
 
 Say = Callable[[str], None]
 ANSWER_TOKENS = 64
@@ -87,7 +87,7 @@ def make(
         say(f"{name}: {time.monotonic() - start:.1f} s")
 
     def right(found: torch.Tensor) -> Measured:
-        return gate.measure(model, kv, rounded(found, model.fingerprint), validation, model.form_of(wanted.form),
+        return gate.measure(model, kv, rounded(found, model.fingerprint), validation, form_of(model, wanted),
                             ANSWER_TOKENS, progress=progress)  # fmt: skip
 
     kv = kv.to(model.model.dtype)
@@ -135,9 +135,7 @@ def compact(
     start = time.monotonic()
     served = as_served(rounded(made.kv, model.fingerprint), model.fingerprint, encoding, chunk_tokens)
     if parts.test:
-        found = gate.measure(
-            model, kv, served, parts.test, model.form_of(wanted.form), ANSWER_TOKENS, progress=progress
-        )
+        found = gate.measure(model, kv, served, parts.test, form_of(model, wanted), ANSWER_TOKENS, progress=progress)
     else:
         found = _read_again(model, kv, served, made, progress)
     took = round(seconds + made.seconds + time.monotonic() - start, 1)
@@ -166,7 +164,43 @@ def _read_again(
 
 def build_compact(
     model: CausalModel,
-    source: Path | Document,
+    document: Path,
+    root: Path,
+    wanted: Callable[[int], Wanted],
+    *,
+    cartridge_id: str,
+    version: int,
+    chunk_tokens: int = 256,
+    encoding: str = "plain",
+    say: Say = silence,
+    progress: Progress = silent,
+) -> Manifest:
+    """Compact the text file `document` into an artefact at `root` and return its manifest. Registers nothing.
+
+    `wanted` is called with the document's length in tokens. Raises what `compact` does, and leaves
+    nothing behind then.
+    """
+    read = read_document(model, document)
+    asked = wanted(len(read.ids))
+    check_positions(asked.positions, len(read.ids))
+    start = time.monotonic()
+    kv = prefilled(model, read.ids, progress)
+    made = compact(
+        model, kv, read.ids, asked, encoding=encoding, chunk_tokens=chunk_tokens, say=say, progress=progress,
+        seconds=time.monotonic() - start,
+    )  # fmt: skip
+    provenance = model.provenance(
+        "build", document=document.name, document_blake3=read.blake3, compaction=made.about
+    )  # fmt: skip
+    return write_trained(
+        model, made.kv, root, provenance, cartridge_id=cartridge_id, version=version, chunk_tokens=chunk_tokens,
+        document_ids=read.ids, encoding=encoding, questions=_canaries(model, asked), progress=progress,
+    )  # fmt: skip
+
+
+def compact_cartridge(
+    model: CausalModel,
+    source: Path,
     root: Path,
     wanted: Callable[[int], Wanted],
     *,
@@ -177,39 +211,34 @@ def build_compact(
     say: Say = silence,
     progress: Progress = silent,
 ) -> Manifest:
-    """Compact a text file, or the KV in the directory of a prefill cartridge, into an artefact at `root`; return its manifest.
+    """Compact the prefill cartridge at `source`, verified, into an artefact at `root`; its document is not computed again.
 
-    `wanted` is called with the document's length in tokens; `chunk_tokens` are 256, or the cartridge's, unless given. Raises
-    what `compact` does, `ArtifactError` for a cartridge of another kind, or corrupt, and `ModelMismatch` for one of another
-    model; leaves nothing behind then. Registers nothing.
+    `wanted` is called with the document's length in tokens; `chunk_tokens` is the source's unless
+    given. Raises `ArtifactError` for a cartridge of another kind, or corrupt, and `ModelMismatch` for one of another
+    model.
     """
-    if isinstance(source, Path) and source.is_dir():
-        before = reading.load_manifest(source)
-        if before.kind != "prefill" or before.payload is None or before.chat is not None:
-            what = before.kind if before.chat is None else "of a chat"
-            raise ArtifactError(
-                f"cartridge {before.name} is {what}; only a prefill cartridge of a plain document can be compacted"
-            )
-        kv: torch.Tensor | None = read_checked(before, source, model, progress)
-        ids, chunk_tokens = reading.load_token_ids(before, source).tolist(), chunk_tokens or before.payload.chunk_tokens
-        verb, made_of = "compact", before.provenance
-        about = {"document": made_of.document, "document_blake3": made_of.document_blake3,
-                 "origin": Origin("cartridge", before.name, before.digest)}  # fmt: skip
-    else:
-        kv, read = None, read_document(model, source)
-        ids, verb, about = read.ids, "build", {"document": read.name, "document_blake3": read.blake3}
+    manifest = reading.load_manifest(source)
+    if manifest.kind != "prefill" or manifest.payload is None:
+        raise ArtifactError(f"cartridge {manifest.name} is {manifest.kind}; only a prefill cartridge can be compacted")
+    if manifest.chat is not None:
+        raise ArtifactError(f"cartridge {manifest.name} is of a chat; only a plain document's can be compacted")
+    kv = read_checked(manifest, source, model, progress)
+    ids = reading.load_token_ids(manifest, source).tolist()
     asked = wanted(len(ids))
-    check_positions(asked.positions, len(ids))
-    chunk, start, seconds = chunk_tokens or 256, time.monotonic(), 0.0
-    if kv is None:
-        kv = prefilled(model, ids, progress)
-        seconds = time.monotonic() - start
-    made = compact(
-        model, kv, ids, asked, encoding=encoding, chunk_tokens=chunk, say=say, progress=progress, seconds=seconds
-    )
-    form = model.form_of(asked.form)
-    return write_trained(
-        model, made.kv, root, model.provenance(verb, compaction=made.about, **about),
-        cartridge_id=cartridge_id, version=version, chunk_tokens=chunk, document_ids=ids, encoding=encoding,
-        questions=[model.question_ids(question.text, form) for question in asked.questions[:_CANARIES]], progress=progress,
+    chunk = chunk_tokens or manifest.payload.chunk_tokens
+    made = compact(model, kv, ids, asked, encoding=encoding, chunk_tokens=chunk, say=say, progress=progress)
+    before = manifest.provenance
+    provenance = model.provenance(
+        "compact", document=before.document, document_blake3=before.document_blake3, compaction=made.about,
+        origin=Origin("cartridge", manifest.name, manifest.digest),
     )  # fmt: skip
+    return write_trained(
+        model, made.kv, root, provenance, cartridge_id=cartridge_id, version=version,
+        chunk_tokens=chunk, document_ids=ids, encoding=encoding,
+        questions=_canaries(model, asked), progress=progress,
+    )  # fmt: skip
+
+
+def _canaries(model: CausalModel, wanted: Wanted) -> list[list[int]]:
+    form = form_of(model, wanted)
+    return [model.question_ids(question.text, form) for question in wanted.questions[:_CANARIES]]

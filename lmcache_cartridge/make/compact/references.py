@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from ...errors import UnsupportedModel
 from ..model import CausalModel
 from ..progress import Progress, silent
-from ..train.packing import Example, Packed, answer_places, forward, pack_examples, passes
+from ..train.packing import Example, Packed, answer_places, pack_examples, passes, prefix_mask
 
 ATTENTION = "cartridge_references"
 """Name under which transformers is given the attention function that also tells what it was asked."""
@@ -51,12 +51,12 @@ class References(NamedTuple):
     """The reference tokens behind a document, or behind what stands for it."""
 
     layers: list[Layer]
+    hidden: list[torch.Tensor]
+    """`[T, width]` float32: the residual stream before each layer, and after the last one."""
+    inputs: dict[str, Any]
+    """What else the model gives its layers for these tokens, as for one row of them."""
     answers: torch.Tensor
     """`[T]`, bool: the tokens that predict an answer; what the others get matters less."""
-    hidden: list[torch.Tensor]
-    """`[answers, width]` float32: their residual stream before each layer, and after the last one."""
-    inputs: dict[str, Any]
-    """What else the model gives its layers for them, as for one row of them."""
 
 
 @torch.no_grad()
@@ -75,24 +75,24 @@ def collect(
     hidden: list[list[torch.Tensor]] = [[] for _ in range(shape.layers + 1)]
     inputs: list[dict[str, Any]] = []
     for rows, part in passes(packed, kv):
-        places, asking = (each[rows].to(model.device) for each in (kept, kept & answers))
+        places = kept[rows].to(model.device)
 
         def hear(layer: int, *asked: torch.Tensor, places: torch.Tensor = places) -> None:
             found[layer].append(_layer(*asked, places=places, heads=shape.kv_heads, prefix=kv.shape[2]))
 
-        def see(layer: int, stream: torch.Tensor, given: dict[str, Any], asking: torch.Tensor = asking) -> None:
-            hidden[layer].append(stream[asking].float())
+        def see(layer: int, stream: torch.Tensor, given: dict[str, Any], places: torch.Tensor = places) -> None:
+            hidden[layer].append(stream[places].float())
             if layer == 0:
-                inputs.append({name: _at(value, asking) for name, value in given.items() if name not in _OURS})
+                inputs.append({name: _at(value, places) for name, value in given.items() if name not in _OURS})
 
         with listening(model, hear), watching(model, see):
-            forward(model.model, model.cache(kv, len(rows)), part, 1)
+            forward(model, model.cache(kv, len(rows)), part)
         progress("reference queries", int(rows[-1]) + 1, len(packed.rows))
     if not all(found):
         raise UnsupportedModel(f"{shape.architecture} does not tell its attention; its KV cannot be compacted")
     layers = [Layer(*(torch.cat(planes, dim=2) for planes in zip(*parts, strict=True))) for parts in found]
     streams = [torch.cat(parts) for parts in hidden]
-    return References(layers, answers[kept].to(model.device), streams, _joined(inputs))
+    return References(layers, streams, _joined(inputs), answers[kept].to(model.device))
 
 
 _OURS = ("hidden_states", "attention_mask", "past_key_values", "use_cache")
@@ -113,11 +113,13 @@ def watching(model: CausalModel, see: Callable[[int, torch.Tensor, dict[str, Any
     def after(module: Any, given: tuple[Any, ...], named: dict[str, Any], out: Any) -> None:
         see(len(layers), out[0] if isinstance(out, tuple) else out, named)
 
-    with ExitStack() as hooks:
-        for number, layer in enumerate(layers):
-            hooks.enter_context(layer.register_forward_pre_hook(before(number), with_kwargs=True))
-        hooks.enter_context(layers[-1].register_forward_hook(after, with_kwargs=True))
+    handles = [each.register_forward_pre_hook(before(n), with_kwargs=True) for n, each in enumerate(layers)]
+    handles.append(layers[-1].register_forward_hook(after, with_kwargs=True))
+    try:
         yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def layers_of(model: CausalModel) -> torch.nn.ModuleList:
@@ -148,6 +150,19 @@ def _joined(parts: list[Any]) -> Any:
     if isinstance(first, tuple):
         return tuple(_joined([part[n] for part in parts]) for n in range(len(first)))
     return torch.cat(parts, dim=1) if isinstance(first, torch.Tensor) and first.ndim >= 2 else first
+
+
+def forward(model: CausalModel, past: Any, packed: Packed) -> Any:
+    """Run packed examples after the prefix in `past`, and return what transformers does; logits of one column only."""
+    prefix = past.get_seq_length()
+    return model.model(
+        input_ids=packed.ids,
+        position_ids=packed.offsets + prefix,
+        attention_mask=prefix_mask(packed, prefix, model.model.dtype),
+        past_key_values=past,
+        use_cache=True,
+        logits_to_keep=1,
+    )
 
 
 @contextmanager

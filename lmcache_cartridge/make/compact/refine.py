@@ -53,9 +53,10 @@ def _refined(
     progress: Progress,
 ) -> torch.Tensor:
     layer, answers = layers_of(model)[number], here.answers
-    target = wanted.hidden[number + 1]
+    target = wanted.hidden[number + 1][answers]
     asked = Layer(*(plane[:, :, answers] for plane in here.layers[number]))
-    hidden = here.hidden[number][None].to(model.model.dtype)
+    hidden = here.hidden[number][answers][None].to(model.model.dtype)
+    inputs = {name: _of_answers(value, answers) for name, value in here.inputs.items()}
     start = kv.transpose(1, 2).float().to(model.device)
     moved = torch.zeros_like(start[:, :, FROZEN:], requires_grad=True)
     size = start[:, :, FROZEN:].std(dim=(1, 2, 3), keepdim=True)
@@ -71,8 +72,9 @@ def _refined(
 
     with torch.enable_grad(), attending(model, attention):
         for step in range(steps):
-            optimizer.param_groups[0]["lr"] = rate * min(1.0, (step + 1) / 5) * (1 - step / steps)
-            out = layer(hidden, **here.inputs)
+            for group in optimizer.param_groups:
+                group["lr"] = rate * min(1.0, (step + 1) / 5) * (1 - step / steps)
+            out = layer(hidden, **inputs)
             out = out[0] if isinstance(out, tuple) else out
             loss = (out[0].float() - target).square().sum(-1).mean()
             optimizer.zero_grad()
@@ -80,3 +82,11 @@ def _refined(
             optimizer.step()
             progress(f"refine layer {number + 1}", step + 1, steps)
     return now().detach().transpose(1, 2).to(kv)
+
+
+def _of_answers(value: Any, answers: torch.Tensor) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_of_answers(each, answers) for each in value)
+    if isinstance(value, torch.Tensor) and value.ndim >= 2 and value.shape[1] == len(answers):
+        return value[:, answers]
+    return value

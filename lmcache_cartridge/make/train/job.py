@@ -9,9 +9,9 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
+import torch
 from blake3 import blake3
 from tqdm import tqdm
 
@@ -21,13 +21,13 @@ from ...errors import CartridgeError, CartridgeExists
 from ...library.registry import Registry
 from ...settings import Settings
 from .. import gate, plot, questions
-from ..compact.job import make, silence
+from ..compact.job import make
 from ..compact.wanted import Wanted
 from ..document import read_document
 from ..gate import ACCEPT
 from ..model import CausalModel
 from ..payload import as_served, rounded
-from ..progress import Bar, Bars
+from ..progress import Bar, Bars, Progress
 from ..questions import Question, Split, model_writer, server_writer, split
 from ..server import WRITER_KEY, Server
 from ..write import write_trained
@@ -81,14 +81,9 @@ class Task:
 class Job:
     """Carries out one task. What it needs to go on lies in `training/<id>/<version>` of the home directory."""
 
-    def __init__(
-        self, model: CausalModel, task: Task, settings: Settings, registry: Any, *,
-        say: Callable[[str], None] = silence, bar: Bar = _NO_BAR,
-    ) -> None:  # fmt: skip
-        """`model` is the one that the task names; `registry` registers what is made, or publishes it. `say` is told a line
-        at a time what is done; `bar` shows progress."""
-        self.model, self.task, self.settings, self.registry = model, task, settings, registry
-        self.say, self.bar = say, bar
+    def __init__(self, task: Task, settings: Settings, registry: Registry, *, say: Callable[[str], None], bar: Bar):
+        """`say` is told a line at a time what is done; `bar` shows progress."""
+        self.task, self.settings, self.registry, self.say, self.bar = task, settings, registry, say, bar
         directory, self.version = settings.home / "training" / task.id, registry.next_version(task.id)
         if not (directory / str(self.version) / CHECKPOINT).exists():  # else an interrupted run goes on
             self.version = registry.next_version(task.id, settings.cartridges_dir)
@@ -109,18 +104,13 @@ class Job:
                 f"{self.root} exists, though it is not registered; register it, or "
                 f"`lmcache-cartridge remove {self.task.id}@{self.version} --delete-files`"
             )
-        model, task = self.model, self.task
-        model.need_values("train")
-        is_exact = (task.precision or model.device.type) in ("float32", "cpu")
-        if is_exact:
-            model.model.float()
-        recipe = replace(task.recipe, autocast=not is_exact)
-        document = read_document(model, task.document)
-        ids = document.ids
+        model, recipe = self._model()
+        document = read_document(model, self.task.document)
+        ids, task = document.ids, self.task
         positions = self._positions(len(ids))
-        self._claim(document.blake3)
-        form = model.form_of(task.form)
-        parts = self._questions(document.text, form)
+        self._claim(document.blake3, model)
+        form = task.form or ("chat" if model.tokenizer.chat_template else "text")
+        parts = self._questions(model, document.text, form)
         self.say(
             f"{len(parts.fit)} questions to train on, {len(parts.validation)} to choose by, {len(parts.test)} to measure by"
         )
@@ -129,13 +119,9 @@ class Job:
             lessons = lesson.prepare(
                 model, ids, [*parts.fit, *parts.validation], whole, form=form, top_k=task.top_k,
                 answer_tokens=task.answer_tokens, teach=recipe.objective == "distill",
-                progress=progress,
+                directory=self.settings.home / "training" / "lessons", progress=progress,
             )  # fmt: skip
-            if task.init == COMPACT:
-                wanted = Wanted(positions, parts.fit, form=form)
-                kv = make(model, whole, ids, wanted, parts.validation, say=self.say, progress=progress).kv
-            else:
-                kv = initial_kv(task.init, model, ids, positions, recipe.seed)
+            kv = self._start(model, ids, whole, positions, parts, form, progress)
         if recipe.rate is None:
             recipe = replace(recipe, rate=usual_rate(task.init, whole))
             self.say(f"rate {recipe.rate:g}, by the size of the document's keys")
@@ -167,10 +153,26 @@ class Job:
         (self.directory / CHECKPOINT).unlink(missing_ok=True)
         return manifest
 
-    def is_of(self, version: int) -> bool:
-        """Return whether a version of this id was trained with these options, its document and model apart, if its run was here."""
-        path = self.directory.with_name(str(version)) / RUN
-        return not path.exists() or self._told().items() <= json.loads(path.read_text(encoding="utf-8")).items()
+    def _model(self) -> tuple[CausalModel, Recipe]:
+        task = self.task
+        model = CausalModel(
+            task.model, dtype=task.dtype, device=task.device, lora=task.lora, max_model_len=task.max_model_len
+        )
+        model.need_values("train")
+        precision = self.task.precision or ("float32" if model.device.type == "cpu" else "bfloat16")
+        if precision == "float32":
+            model.model.float()
+        return model, replace(self.task.recipe, autocast=precision == "bfloat16")
+
+    def _start(
+        self, model: CausalModel, ids: list[int], kv: torch.Tensor, positions: int, parts: Split, form: str,
+        progress: Progress,
+    ) -> torch.Tensor:  # fmt: skip
+        """Return where training starts: the document's KV compacted for the questions, or as `INITIALS` says."""
+        if self.task.init != COMPACT:
+            return initial_kv(self.task.init, model, ids, positions, self.task.recipe.seed)
+        wanted = Wanted(positions, parts.fit, form=form)
+        return make(model, kv, ids, wanted, parts.validation, say=self.say, progress=progress).kv
 
     def _positions(self, tokens: int) -> int:
         task = self.task
@@ -180,18 +182,14 @@ class Job:
         self.say(f"p = {positions} positions for a document of {tokens} tokens, {tokens / positions:.1f}x{rounded}")
         return positions
 
-    def _told(self) -> dict[str, Any]:
-        """Return the task as `RUN` has it, its document and model apart."""
-        told = asdict(self.task)
-        for name in ("questions", "held_out"):
-            told[name] = told[name] and blake3(told[name].read_bytes()).hexdigest()
-        del told["model"], told["document"]
-        return json.loads(json.dumps(told, default=str))
-
-    def _claim(self, document: str) -> None:
+    def _claim(self, document: str, model: CausalModel) -> None:
         """Take the run's directory; raise `CartridgeError` if an interrupted run of another task has it."""
-        fingerprint = blake3(msgspec.json.encode(self.model.fingerprint)).hexdigest()
-        claim = self._told() | {"document": document, "model": fingerprint}
+        task = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self.task).items()}
+        for name in ("questions", "held_out"):
+            path = getattr(self.task, name)
+            task[name] = path and blake3(path.read_bytes()).hexdigest()
+        fingerprint = blake3(msgspec.json.encode(model.fingerprint)).hexdigest()
+        claim = json.loads(json.dumps(task | {"document": document, "model": fingerprint}))
         path = self.directory / RUN
         if path.exists() and (self.directory / FILES[-1]).exists():
             found = json.loads(path.read_text(encoding="utf-8"))
@@ -205,22 +203,22 @@ class Job:
             self.directory.mkdir(parents=True, exist_ok=True)
             files.replace(path, [json.dumps(claim, indent=2).encode()])
 
-    def _questions(self, text: str, form: str) -> Split:
+    def _questions(self, model: CausalModel, text: str, form: str) -> Split:
         """Return the questions by their use: as drawn before, if this run was interrupted."""
         paths = [self.directory / name for name in FILES]
         if not paths[-1].exists():
             test = questions.read(self.task.held_out) if self.task.held_out else ()
-            for part, path in zip(split(self._gather(text, form), test), paths, strict=True):
+            for part, path in zip(split(self._gather(model, text, form), test), paths, strict=True):
                 questions.save(part, path)
         return Split(*map(questions.read, paths))
 
-    def _gather(self, text: str, form: str) -> list[Question]:
+    def _gather(self, model: CausalModel, text: str, form: str) -> list[Question]:
         task, found = self.task, []
         if task.questions:
             found += questions.read(task.questions)
         if task.self_study:
             with ExitStack() as stack:
-                write = model_writer(self.model, form)
+                write = model_writer(model, form)
                 if task.writer_url:
                     write = server_writer(
                         stack.enter_context(Server(task.writer_url, task.writer_model, key=WRITER_KEY))
@@ -266,7 +264,7 @@ def train(
     restart: bool = False,
     accept: float = ACCEPT,
     promote: bool = True,
-    say: Callable[[str], None] = silence,
+    say: Callable[[str], None] = lambda line: None,
     bar: Bar = _NO_BAR,
 ) -> Manifest:
     """Train what `task` says, register it in the registry of `settings`, and return its manifest, as `Job.run` does.
@@ -274,8 +272,5 @@ def train(
     How it went is in the manifest's `provenance.training`. Blocks for as long as training takes: minutes to hours. `say` is told what is done a line at a time, `bar` makes
     progress bars, as tqdm does; without them it is silent.
     """
-    model = CausalModel(
-        task.model, dtype=task.dtype, device=task.device, lora=task.lora, max_model_len=task.max_model_len
-    )
-    job = Job(model, task, settings, Registry(settings.registry_path), say=say, bar=bar)
+    job = Job(task, settings, Registry(settings.registry_path), say=say, bar=bar)
     return job.run(restart=restart, accept=accept, promote=promote)

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import torch
+from blake3 import blake3
+from safetensors import safe_open
+from safetensors.torch import save_file
 
+from ...artifact import files
 from ...errors import CartridgeError, UnsupportedModel
 from ..model import CausalModel
 from ..progress import Progress, silent
@@ -38,12 +45,18 @@ def prepare(
     top_k: int,
     answer_tokens: int,
     teach: bool = True,
+    directory: Path | None = None,
     progress: Progress = silent,
 ) -> Lesson:
     """Return the lesson of `questions` on the document `ids`; `top_k` 0 keeps all of the teacher's predictions.
 
-    `kv` is the document's, canonical. Answers that lack are the teacher's own, greedily, `answer_tokens` at most.
+    `kv` is the document's, canonical. Answers that lack are the teacher's own, greedily, `answer_tokens` at most. With a `directory` a lesson is kept there and found again.
     """
+    asked = (ids, list(map(tuple, questions)), form, top_k, answer_tokens, teach)
+    key = blake3(msgspec.json.encode((model.fingerprint, str(model.model.dtype), *asked))).hexdigest()
+    path = directory / f"{key}.safetensors" if directory else None
+    if path and path.exists():
+        return _load(path)
     prompts = [model.question_ids(question.text, form) for question in questions]
     kv = kv.to(model.model.dtype)
     answers = _answers(model, kv, questions, prompts, answer_tokens, progress)
@@ -51,12 +64,15 @@ def prepare(
     for prompt, answer in zip(prompts, answers, strict=True):
         examples.append(Example(prompt, answer, row))
         row += len(answer)
+    lesson = Lesson(examples, None, None)
     _check_context(model, len(ids) if teach else 0, questions, examples)
     _check_sight(model, len(ids), examples)
-    if not teach:
-        return Lesson(examples, None, None)
-    vocabulary = model.fingerprint.vocab_size
-    return taught(model, kv, examples, min(top_k or vocabulary, vocabulary), progress)
+    if teach:
+        vocabulary = model.fingerprint.vocab_size
+        lesson = taught(model, kv, examples, min(top_k or vocabulary, vocabulary), progress)
+    if path:
+        _save(lesson, path)
+    return lesson
 
 
 def _answers(
@@ -124,3 +140,24 @@ def taught(
             log_probs[at], tokens[at] = picked.values.cpu(), picked.indices.cpu()
         progress("teacher", min(start + BATCH, len(examples)), len(examples))
     return Lesson(examples, log_probs, tokens)
+
+
+def _save(lesson: Lesson, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    examples = json.dumps([[example.prompt, example.answer] for example in lesson.examples])
+    tensors = {"none": torch.zeros(1)}
+    if lesson.log_probs is not None and lesson.tokens is not None:
+        tensors |= {"log_probs": lesson.log_probs, "tokens": lesson.tokens.int()}
+    with files.replacing(path) as partial:
+        save_file(tensors, partial, metadata={"examples": examples})
+
+
+def _load(path: Path) -> Lesson:
+    examples, row = [], 0
+    with safe_open(path, framework="pt") as file:
+        for prompt, answer in json.loads(file.metadata()["examples"]):
+            examples.append(Example(prompt, answer, row))
+            row += len(answer)
+        if "tokens" not in file.keys():  # noqa: SIM118
+            return Lesson(examples, None, None)
+        return Lesson(examples, file.get_tensor("log_probs"), file.get_tensor("tokens").long())

@@ -11,8 +11,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.functional import pad
-from torch.nn.utils.rnn import pad_sequence
 
 from ..model import ROWS_BYTES
 
@@ -57,13 +55,17 @@ def pack_examples(examples: Sequence[Example], device: torch.device, gaps: Seque
             filled = 0
         rows[-1].append(example)
         filled += length
+    texts = [[[*e.prompt, *e.answer[:-1]] for e in row] for row in rows]
     gap = iter(gaps or [0] * len(examples))
-    texts = [[torch.tensor([*e.prompt, *e.answer[:-1]]) for e in row] for row in rows]
-    places = [[torch.arange(len(text)) + next(gap) for text in row] for row in texts]
-    owners = [[torch.full_like(text, number) for number, text in enumerate(row, 1)] for row in texts]
-    ids, offsets, owner = (
-        pad_sequence([torch.cat(row) for row in each], batch_first=True) for each in (texts, places, owners)
-    )
+    width = max(sum(map(len, row)) for row in texts)
+    ids, offsets, owner = (torch.zeros(len(rows), width, dtype=torch.long) for _ in range(3))
+    for r, row in enumerate(texts):
+        start = 0
+        for number, text in enumerate(row, 1):
+            at = slice(start, start + len(text))
+            ids[r, at], owner[r, at] = torch.tensor(text), number
+            offsets[r, at] = torch.arange(len(text)) + next(gap)
+            start += len(text)
     allowed = (owner[:, :, None] == owner[:, None, :]).tril()
     return Packed(rows, ids.to(device), offsets.to(device), allowed.to(device))
 
@@ -85,29 +87,26 @@ def answer_logits(model: Any, past: Any, packed: Packed) -> torch.Tensor:
 
     `past`, a cache of transformers, holds the prefix for as many rows as `packed` has; the forward pass adds to it.
     """
+    prefix = past.get_seq_length()
     row, column = answer_places(packed)
     columns, kept = torch.unique(column, return_inverse=True)
-    logits = forward(model, past, packed, columns.to(packed.ids.device))
-    return logits[row.to(logits.device), kept.to(logits.device)].float()
-
-
-def forward(model: Any, past: Any, packed: Packed, columns: torch.Tensor | int) -> torch.Tensor:
-    """Return the logits of some columns of packed examples, or of so many last ones, after the prefix in `past`."""
-    prefix = past.get_seq_length()
-    return model(
+    logits = model(
         input_ids=packed.ids,
         position_ids=packed.offsets + prefix,
         attention_mask=prefix_mask(packed, prefix, model.dtype),
         past_key_values=past,
         use_cache=True,
-        logits_to_keep=columns,
+        logits_to_keep=columns.to(packed.ids.device),
     ).logits
+    return logits[row.to(logits.device), kept.to(logits.device)].float()
 
 
 def prefix_mask(packed: Packed, prefix: int, dtype: torch.dtype) -> torch.Tensor:
     """Return the additive mask `[R, 1, T, prefix + T]` of rows that all see a prefix of so many positions."""
-    hidden = pad(~packed.allowed, (prefix, 0))[:, None]
-    return torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, torch.finfo(dtype).min)
+    seen = torch.ones(*packed.ids.shape, prefix, dtype=torch.bool, device=packed.ids.device)
+    hidden = ~torch.cat([seen, packed.allowed], dim=2)[:, None]
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=packed.ids.device)
+    return mask.masked_fill_(hidden, torch.finfo(dtype).min)
 
 
 def answer_ids(packed: Packed) -> torch.Tensor:

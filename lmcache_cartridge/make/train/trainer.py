@@ -9,7 +9,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -151,7 +151,7 @@ class Trainer:
     def run(self, directory: Path | None = None, on_step: OnStep = lambda step, loss: None) -> Result:
         """Train until the steps are done or patience is at its end, and return the best KV.
 
-        With a `directory`, its checkpoint, of the same recipe, is gone on from and new ones are written, and every loss goes to `LOSS`.
+        With a `directory`, its checkpoint is gone on from and new ones are written, and every loss goes to `LOSS`.
         """
         self.train(directory, on_step, self.recipe.steps)
         why: Literal["validation", "steps"] = "steps" if self.step == self.recipe.steps else "validation"
@@ -191,7 +191,8 @@ class Trainer:
             self.fall = self.step
             self._put(self.best)
         rate = self.recipe.rate_at(self.step, self.fall)
-        self.optimizer.param_groups[0]["lr"] = rate
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
         batches = [self.batch(self.step * self.recipe.accumulate + i) for i in range(self.recipe.accumulate)]
         count, total = sum(len(e.answer) for batch in batches for e in batch), 0.0
         self.optimizer.zero_grad()
@@ -271,6 +272,7 @@ class Trainer:
 
     def _save(self, directory: Path) -> None:
         state = {
+            "recipe": asdict(self.recipe),
             "parameters": [p.detach() for p in self.parameters],
             "optimizer": self.optimizer.state_dict(),
             "rows": self.rows,
@@ -290,6 +292,8 @@ class Trainer:
         except Exception as error:  # whatever torch's restricted unpickler stumbles over
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise CartridgeError(f"{path} is no checkpoint; remove it to start anew: {reason}") from error
+        if state["recipe"] != asdict(self.recipe):
+            raise CartridgeError(f"{path} is of a training with another recipe; go on with that one, or remove it")
         with torch.no_grad():
             for parameter, saved in zip(self.parameters, state["parameters"], strict=True):
                 parameter.copy_(saved)

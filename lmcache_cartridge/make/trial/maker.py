@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,7 +14,6 @@ from ...errors import CartridgeError, CartridgeNotFound
 from ...library.quarantine import Quarantine
 from ...library.registry import Registry
 from ..progress import Progress, silent
-from ..questions import parts
 from . import texts
 
 if TYPE_CHECKING:
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from ..model import CausalModel
 
 logger = logging.getLogger(__name__)
+
+_WINDOW = 12
+"""Tokens of a question that is a part of the document."""
 
 
 class Held(NamedTuple):
@@ -45,6 +48,12 @@ class Held(NamedTuple):
     def whole(self) -> int | None:
         """Positions in whole chunks, which are injected; None where the chunk size is not known."""
         return None if self.chunk is None else len(self.ids) // self.chunk * self.chunk
+
+
+def parts(ids: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return parts of a document as questions: a model that reads words again looks there for what follows."""
+    starts = [max(1, int(share * (len(ids) - _WINDOW))) for share in (0.2, 0.5, 0.8)]
+    return [tuple(ids[start : start + _WINDOW]) for start in starts]
 
 
 class Maker:
