@@ -358,6 +358,7 @@ def test_a_manifest_that_hangs_when_it_is_read_again_holds_up_no_other(home, ope
         assert "/n0/" not in str(path) or back.wait(60)
         return read(path, limit)
 
+    catalog.segments(made[1].digest)  # the only place is its own
     monkeypatch.setattr(reading, "_read_at_most", hang)
     found: list[int] = []
     hung = [

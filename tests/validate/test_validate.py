@@ -25,10 +25,9 @@ from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.cli.recall import MODEL_DIR
 from lmcache_cartridge.errors import CartridgeError, CartridgeNotFound
 from lmcache_cartridge.library.registry import Registry
-from lmcache_cartridge.make.questions import parts
 from lmcache_cartridge.make.server import Reply as Answered
 from lmcache_cartridge.make.server import Server
-from lmcache_cartridge.make.trial.maker import Held, Maker
+from lmcache_cartridge.make.trial.maker import Held, Maker, parts
 from lmcache_cartridge.make.trial.own import OwnServer, eager, reason
 from lmcache_cartridge.settings import from_mapping
 from lmcache_cartridge.validate import suite, test_answers, test_changes, test_known, test_others
