@@ -120,18 +120,8 @@ class Made:
         asked = [{"question": q.text, "answer": q.answer} for q in load_sheet("ward-a").questions[:12]]
         questions.write_text("\n".join(map(json.dumps, asked)))
         try:
-            run_cli(
-                home,
-                "train",
-                *common,
-                "--document",
-                scratch / "a.txt",
-                "--id",
-                "t",
-                "--questions",
-                questions,
-                *_TRAINING,
-            )
+            run_cli(home, "train", *common, "--document", scratch / "a.txt", "--id", "t", "--questions", questions,
+                    *_TRAINING)  # fmt: skip
         except Exception as error:
             kind = "" if isinstance(error, RuntimeError) else f"{type(error).__name__} "
             self.notes.append(f"not trained: {kind}{error}"[:300])

@@ -32,7 +32,7 @@ from .show import bars, say, show, table
 
 if TYPE_CHECKING:
     from ..make.trial.maker import Held, Maker
-    from ..make.trial.own import OwnServer
+    from ..make.trial.own import Mode, OwnServer
     from ..validate.context import Context
     from ..validate.suite import Row
 
@@ -62,6 +62,10 @@ def validate(
         option("without --model: prefill cartridges of the server to ask (default: three of those it lists)", metavar="A,B"),
     ] = "",
     vllm: Vllm = "",
+    modes: Annotated[
+        str,
+        option("modes of the servers: the first for all tiers, a second for tier 12", metavar="MODE,MODE"),
+    ] = "in-process,multiprocess",
     chunk_size: ServedChunk = 256,
 ) -> int:  # fmt: skip
     """Check a running server, or one that it starts. By pytest, tier by tier; $PYTEST_ADDOPTS may say '-x -k chain
@@ -73,18 +77,22 @@ def validate(
         "--vllm excludes --url; it is for a server that is started here",
         "--cartridges exclude --model, which makes cartridges of its own",
     )  # fmt: skip
+    from ..make.trial.own import MODES
     from ..validate import suite
 
     wanted = suite.default(model=bool(model), own=url is None) if tier is None else suite.read_tiers(tier)
+    chosen: list[Any] = listed(modes)
+    if not chosen or set(chosen) - set(MODES) or len(set(chosen)) < len(chosen):
+        raise SettingsError(f"--modes {modes}: write one or two of {', '.join(MODES)}")
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cartridge-validate-")))
         with bars() as progress:
             if url is None:
-                context = _started(stack, scratch, model, chunk_size, vllm)
+                context = _started(stack, scratch, model, chosen, chunk_size, vllm)
             else:
                 context = _running(stack, url, server_model, model, listed(cartridges), chunk_size, progress)
             context.measure(progress)
-        rows = suite.Suite(context, wanted, say=say).run()
+        rows = suite.Suite(context, wanted, modes=chosen, say=say).run()
         if any(row.result == suite.FAIL for row in rows):
             _keep_logs(scratch)
     return _tell(context, rows, suite.status(rows, allow_unchecked=allow_unchecked))
@@ -114,7 +122,7 @@ def _canary(name: str, url: str | None, server_model: str | None) -> int:
     return int(not passed)
 
 
-def _started(stack: ExitStack, scratch: Path, models: list[str], chunk: int, vllm: str) -> Context:
+def _started(stack: ExitStack, scratch: Path, models: list[str], modes: list[Mode], chunk: int, vllm: str) -> Context:
     """Return cartridges on a server that is started here, and ends with `stack`."""
     from ..make.trial.maker import Maker
     from ..make.trial.own import OwnServer
@@ -123,13 +131,13 @@ def _started(stack: ExitStack, scratch: Path, models: list[str], chunk: int, vll
     def made(model: str, home: Path, dtype: str = "auto") -> tuple[OwnServer, Maker, list[Held]]:
         say(f"making cartridges of generated text with {model}")
         loaded, args = load_for(vllm, model, dtype)
-        server = OwnServer(model, home, chunk_tokens=chunk, vllm_args=args)
+        server = OwnServer(model, home, mode=modes[0], chunk_tokens=chunk, vllm_args=args)
         home.mkdir(exist_ok=True, parents=True)
         maker = Maker(loaded, server.settings, chunk)
         return server, maker, maker.three()
 
     own, maker, held = made(models[0], scratch)
-    say(f"starting a server of {models[0]} (tens of seconds)")
+    say(f"starting a server of {models[0]}, {modes[0]} (tens of seconds)")
     stack.callback(own.stop)
     own.start()
     return Context(

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 
 from ..errors import CartridgeError
-from ..make.trial.own import MODES
+from ..make.trial.own import MODES, Mode
 from .context import Context, Tell
 
 TIERS = ["-1", "0", "0.5", "1", "1b", "2", "3", "3cross", "3b", "4", "5", "6", "7", "7b", "8", "9", "10", "11", "12"]
@@ -60,9 +60,12 @@ def default(*, model: bool, own: bool) -> list[str]:
 class Suite:
     """A plugin of pytest: it has the checks of some tiers run on a context, and keeps what came of them."""
 
-    def __init__(self, context: Context, tiers: Sequence[str], *, say: Callable[[str], object] = str) -> None:
+    def __init__(
+        self, context: Context, tiers: Sequence[str], *, modes: Sequence[Mode] = MODES,
+        say: Callable[[str], object] = str,
+    ) -> None:  # fmt: skip
         """`say` is told of each check when it is done."""
-        self._context, self._tiers, self._say = context, [NOISE, *tiers], say
+        self._context, self._tiers, self._modes, self._say = context, [NOISE, *tiers], modes, say
         self.rows: list[Row] = []
 
     def run(self) -> list[Row]:
@@ -81,8 +84,8 @@ class Suite:
         config.addinivalue_line("markers", "tier(name, what, turn=0): checks with a later turn stop the first server")
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Have checks of modes run for each; `other` ones than the first server's."""
-        for name, modes in (("mode", MODES), ("other", MODES[1:])):
+        """Have checks of modes run for each that is wanted; `other` ones than the first server's."""
+        for name, modes in (("mode", self._modes), ("other", self._modes[1:])):
             if name in metafunc.fixturenames:
                 metafunc.parametrize(name, modes)
 

@@ -394,6 +394,7 @@ def test_where_nothing_could_be_asked_it_is_an_error(stub, capsys, monkeypatch, 
         (["--url", "http://x", "--tier", "99"], "there is no tier 99; there are -1, 0, 0.5"),
         (["--url", "http://x", "--vllm", "--max-model-len 5"], "it is for a server that is started here"),
         (["--model", "m", "--cartridges", "a"], "they are for a running server"),
+        (["--url", "http://x", "--modes", "sideways"], "write one or two of in-process, multiprocess"),
     ],
 )
 def test_wrong_usage_is_told_and_is_no_verdict(words, told, capsys):
