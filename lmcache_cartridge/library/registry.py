@@ -204,7 +204,7 @@ class Registry:
     def label(self, label: str, name: str, *, warm: bool = False, instead: str | None = None) -> RegistryEntry:
         """Point `label` at the cartridge `name` stands for now, in one step, and return that cartridge.
 
-        Of the labels that begin with `instead` none but this points at it any more. What a `warm` label points at is brought into memory when a server starts, or sees it move. Raises `CartridgeNotFound` for an unknown name, `CartridgeExists` if `label` is a cartridge's id.
+        Its other labels that begin with `instead` are removed. What a `warm` label points at is brought into memory when a server starts, or sees it move. Raises `CartridgeNotFound` for an unknown name, `CartridgeExists` if `label` is a cartridge's id.
         """
         check_id(label)
 

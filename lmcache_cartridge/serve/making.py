@@ -317,8 +317,9 @@ class Maker:
             shutil.rmtree(place, ignore_errors=True)
 
     def remove(self, context: Context, until: float = 0) -> None:
-        """Take a context out of the registry, the disk and the table, unless it is kept until later than that; what is begun here
-        is ended by whoever tidies up next.
+        """Take a context out of the registry, the disk and the table. No change where it is to be kept longer than `until`.
+
+        Whoever tidies up next ends what is begun here and fails.
 
         Requests that have it in memory end as they began, and others compute its text. Waits for others that remove one.
         """
