@@ -20,6 +20,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from routers import Reply, Request, Stub
 from waiting import Clock, run_threads, until
@@ -31,7 +32,8 @@ from lmcache_cartridge.make.bench import load
 from lmcache_cartridge.make.bench.figures import stats
 from lmcache_cartridge.make.bench.load import WAYS, not_so
 from lmcache_cartridge.make.bench.places import Place
-from lmcache_cartridge.make.bench.watch import family, on_gpus, pss
+from lmcache_cartridge.make.bench.target import Target
+from lmcache_cartridge.make.bench.watch import family, memory_of, on_gpus, pss
 from lmcache_cartridge.make.machine import gpus
 from lmcache_cartridge.make.server import Server
 
@@ -397,16 +399,19 @@ def test_statistics_are_those_of_the_textbook():
     assert list(stats([float(n) for n in range(21, 0, -1)]).values()) == [21, 11, 20, 1, 21]
 
 
-def test_memory_is_that_of_the_processes_behind_a_port_and_what_is_shared_counts_once(start):
-    port = int(start().url.rpartition(":")[2])
-    until(lambda: os.getpid() in {each.pid for each in family(port)})
+def test_memory_is_that_of_the_processes_behind_a_port_and_what_is_shared_counts_once(start, monkeypatch):
+    """One that has ended since it was listed is no error."""
+    target = Target(start().url)
+    until(lambda: os.getpid() in {each.pid for each in family(target.port)})
     with subprocess.Popen(["sleep", "60"]) as child:
-        found = {each.pid: each for each in family(port)}
+        found, ended = {each.pid: each for each in family(target.port)}, psutil.Process(child.pid)
         child.kill()
     assert {os.getpid(), child.pid} <= found.keys() and os.getppid() not in found
     own = found[os.getpid()]
     assert 1 << 20 < pss(own) <= own.memory_info().rss * 1.01
-    assert family(1) == []
+    monkeypatch.setattr(psutil.Process, "children", lambda *_, **__: [ended])
+    with target:
+        assert memory_of(target)[0].startswith(own.name() + ":")
 
 
 def test_gpus_and_their_processes_are_read_as_nvidia_smi_tells_them(tmp_path, monkeypatch):

@@ -18,7 +18,7 @@ def memory_of(target: Target) -> tuple[str, Callable[[], float] | None]:
     if not target.is_local or not (processes := family(target.port)):
         return "not read: the server is not on this machine, or another user's", None
     pids = {process.pid for process in processes}
-    names = ", ".join(sorted({process.name() for process in processes}))
+    names = ", ".join(sorted({process.info["name"] for process in processes}))
     if any(pid in pids for pid, _ in on_gpus()):
         return f"memory of GPUs that {names} take, by nvidia-smi", lambda: sum(
             size for pid, size in on_gpus() if pid in pids
@@ -38,17 +38,17 @@ def on_gpus() -> list[tuple[int, float]]:
 
 
 def family(port: int) -> list[Any]:
-    """Return the processes that listen at a TCP port, as far as this user may see, and all their descendants."""
+    """Return the processes that listen at a TCP port, as far as this user may see, and all their descendants, with `info["name"]`."""
     import psutil  # which vLLM needs
 
-    found: dict[int, Any] = {}
+    found: set[int] = set()
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             if any(c.laddr.port == port and c.status == psutil.CONN_LISTEN for c in process.net_connections("tcp")):
                 parent = process.parent()
                 head = parent if parent and _PAIR in parent.cmdline() else process
-                found |= {each.pid: each for each in (head, *head.children(recursive=True))}
-    return list(found.values())
+                found |= {each.pid for each in (head, *head.children(recursive=True))}
+    return [each for each in psutil.process_iter(["name"]) if each.pid in found]
 
 
 def pss(process: Any) -> float:
