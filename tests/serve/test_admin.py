@@ -10,12 +10,10 @@ import httpx
 import pytest
 from homes import read
 from rich.console import Console
-from waiting import until
 from watching import CHUNK, Watched, serving
 
 from lmcache_cartridge.cli import top
-from lmcache_cartridge.errors import CartridgeExists, ManifestError, SourceNotFound, SourceTimeout
-from lmcache_cartridge.library.quarantine import Quarantine
+from lmcache_cartridge.errors import CartridgeExists, ManifestError, SourceTimeout
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.serve import admin
 from lmcache_cartridge.serve.contexts import Context, Contexts
@@ -55,16 +53,13 @@ def test_pages_one_after_the_other_are_the_whole_list_in_order(url):
     whole = _get(url)
     assert _names(whole) == [*NAMES[:1], "alien@1", *NAMES[1:]]
     assert (whole["has_more"], whole["last_id"]) == (False, "e@1")
-    listed, after, more = [], "", True
-    while more:
-        page = _get(url, f"?limit=2&after={after}")
-        assert len(page["data"]) == 2
+    listed, page = [], {"last_id": "", "has_more": True}
+    while page["has_more"]:
+        page = _get(url, f"?limit=2&after={page['last_id']}")
         listed += page["data"]
-        after, more = page["last_id"], page["has_more"]
         assert len(listed) <= len(whole["data"])
     assert listed == whole["data"]
-    end = _get(url, "?after=e@1")
-    assert (end["data"], end["has_more"], end["last_id"]) == ([], False, None)
+    assert _get(url, "?after=e@1")["data"] == []
 
 
 def test_a_page_tells_nothing_of_others_contexts_not_even_where_it_ends(watched, url):
@@ -92,8 +87,6 @@ def test_active_are_those_of_which_something_is_held_wherever_they_stand_in_the_
     watched.stores[0].pin(digests["e"])
     try:
         assert _names(_get(url, "?active=true&limit=1")) == ["b@1", "c@1", "d@1", "e@1"]
-        until(lambda: not any(store.status()["loading"] for store in watched.stores))
-        assert _names(_get(url, "?active=true")) == ["b@1", "c@1", "d@1", "e@1"], "not loading any more, but resident"
         open_claims = _get(url)["claims"]
         assert open_claims["open"] == 2, "of the rank that has most; a pin is none"
         assert 0 < open_claims["oldest_s"] < 600
@@ -104,17 +97,8 @@ def test_active_are_those_of_which_something_is_held_wherever_they_stand_in_the_
     assert _get(url)["claims"] == {"open": 0, "oldest_s": 0.0}
 
 
-def test_states_tell_the_quarantined_from_the_refused(watched, url):
-    Quarantine(watched.settings.quarantine_dir).put(_digests(watched)["a"], "its bytes are wrong")
-    states = {row["id"]: (row["state"], row["reason"]) for row in _get(url)["data"]}
-    assert states["a"] == ("quarantined", "its bytes are wrong")
-    assert states["alien"][0] == "refused" and "float16" in states["alien"][1]
-
-
 def test_whether_to_ask_again_is_in_the_status_of_what_went_wrong(watched, url, monkeypatch):
-    for error, status in (
-        (SourceTimeout, 503), (SourceNotFound, 503), (ManifestError, 400), (CartridgeExists, 409),
-    ):  # fmt: skip
+    for error, status in ((SourceTimeout, 503), (ManifestError, 400), (CartridgeExists, 409)):
         monkeypatch.setattr(watched.stores[0], "status", Mock(side_effect=error("it went wrong")))
         reply = httpx.get(f"{url}/v1/cartridges")
         assert (reply.status_code, reply.json()["error"]["message"]) == (status, "it went wrong")

@@ -6,7 +6,6 @@ import asyncio
 import os
 import threading
 from collections.abc import Coroutine
-from contextlib import closing
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +13,7 @@ from typing import Any
 
 import pytest
 from blocks import quietly
-from homes import CHUNK, STILL, Home
+from homes import CHUNK, STILL, Home, claimed
 from making import make_artifact
 from waiting import until
 
@@ -100,44 +99,34 @@ def test_workers_are_asked_for_their_numbers_though_contexts_cannot_be_tidied_up
         raise RegistryError("database is locked")
 
     admission.maker = SimpleNamespace(tidy=tidy)
-    for _ in range(2):
-        (rank,) = _run(admission.numbers())
-        assert rank["served"] == 1
-    assert vllm_log.text.count("database is locked") == 1
+    (rank,) = _run(admission.numbers())
+    assert rank["served"] == 1 and "database is locked" in vllm_log.text
 
 
 # Files and sources that hang.
 
 
 @pytest.mark.parametrize("file", [MANIFEST, "token_ids.npy", PAYLOAD])
-@pytest.mark.parametrize("registered", [True, False])
-def test_a_fifo_in_the_place_of_a_file_is_not_read_and_keeps_nobody_waiting(serve, store, home, file, registered):
+def test_a_fifo_in_the_place_of_a_file_is_not_read_and_keeps_nobody_waiting(serve, store, home, file):
     admission = serve(ready_timeout_s=5)
-    root = home.path / "roots" / "doc"
-    make_artifact(root, cartridge_id="doc", positions=5 * CHUNK)  # whose ids have a file of their own
-    if registered:
-        home.registry.register(root)
-    (root / file).unlink()
-    os.mkfifo(root / file)
-    statuses = [_run(_status(admission, "doc" if registered else str(root))) for _ in range(2)]
-    assert statuses == ([200, 200] if file == PAYLOAD else [422, 422]), "its tokens are enough to compute it"
-    assert _run(_status(admission, "hot")) == 200
-    if registered:
-        store.refresh()
-        assert "doc@1" in store.refused()
+    home.make(positions=5 * CHUNK)  # whose ids have a file of their own
+    (home.root() / file).unlink()
+    os.mkfifo(home.root() / file)
+    status = 200 if file == PAYLOAD else 422  # its tokens are enough to compute it
+    assert [_run(_status(admission, name)) for name in ("doc", "doc", "hot")] == [status, status, 200]
+    store.refresh()
+    assert "doc@1" in store.refused()
 
 
-def test_a_version_without_its_payload_is_computed_or_the_one_before_it_answers(serve, home):
+def test_the_version_before_one_without_its_payload_answers(serve, home):
     admission = serve()
-    for kind in ("prefill", "trained"):
-        for version in (1, 2):
-            root = home.path / kind / str(version)
-            make_artifact(root, cartridge_id=kind, version=version, kind=kind, positions=CHUNK, seed=version)
-            home.registry.register(root)
-        (root / PAYLOAD).unlink()
-    assert _run(_admit(admission, "prefill")) == ("prefill@2", False)
-    assert _run(_admit(admission, "trained")) == ("trained@1", True)
-    assert _run(_status(admission, "trained@2")) == 422
+    for version in (1, 2):
+        root = home.path / str(version)
+        make_artifact(root, version=version, kind="trained", positions=CHUNK, seed=version)
+        home.registry.register(root)
+    (root / PAYLOAD).unlink()
+    assert _run(_admit(admission, "doc")) == ("doc@1", True)
+    assert _run(_status(admission, "doc@2")) == 422
 
 
 class _Hanging:
@@ -177,11 +166,8 @@ def test_artefacts_that_hang_take_a_thread_for_each_location_and_no_other_reques
     async def live() -> None:
         await _admit(admission, "hot")
         ways = {}, {"source": "local"}  # two requests, of one location
-        stuck = [asyncio.create_task(_status(admission, hanging.root(n % 2), **ways[n // 2 % 2])) for n in range(24)]
-        await asyncio.to_thread(until, lambda: len(hanging.waiting) == 2)
-        for _ in range(20):
-            await _admit(admission, "hot")
-        stuck += [asyncio.create_task(_status(admission, hanging.root(n))) for n in (2, 3)]
+        places = [(n % 2, ways[n // 2 % 2]) for n in range(24)] + [(2, {}), (3, {})]
+        stuck = [asyncio.create_task(_status(admission, hanging.root(n), **way)) for n, way in places]
         await asyncio.to_thread(until, lambda: len(hanging.waiting) == 3)
         for _ in range(20):
             await _admit(admission, "hot")
@@ -209,23 +195,18 @@ def test_force_redownload_drops_what_is_in_memory_for_administrators_only(serve,
     home.make("other", positions=2 * CHUNK, seed=2)
     store.refresh()
     for name in ("hot", "other"):
-        with closing(store.claim(home.registry.find(name).digest, {})) as claim:
-            until(lambda: claim.poll().ready)  # noqa: B023
+        claimed(store, home.registry.find(name).digest).close()
     _run(_admit(serve(admin=admin), "hot", force_redownload=True))
     assert store.cpu.stats().evicted == evicted
-
-
-def test_a_cartridge_without_kv_may_be_asked_for_afresh(serve, home):
-    home.make("text", kind="tokens")
-    _run(_admit(serve(admin=True), "text", force_redownload=True))
 
 
 def test_token_ids_of_another_model_are_refused_alone_and_in_a_chain(serve, home):
     home.make("kv")
     home.make("text", kind="tokens")
     home.make("stranger", kind="tokens", layers=5)
-    admission, chains = serve(), (["text"], ["kv", "text"], ["stranger"], ["kv", "stranger"])
-    assert [_run(_status(admission, *chain)) for chain in chains] == [200, 200, 409, 409]
+    home.make("other", layers=5)
+    admission, chains = serve(), (["kv", "text"], ["stranger"], ["kv", "stranger"], ["text", "other"])
+    assert [_run(_status(admission, *chain)) for chain in chains] == [200, 409, 409, 409]
 
 
 def test_servers_make_the_same_salts_with_one_secret_and_others_without(serve, tmp_path):

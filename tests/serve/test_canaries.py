@@ -24,10 +24,10 @@ with quietly():
 
 from lmcache_cartridge.artifact.canary import Asked, Expected, ServedCanary
 from lmcache_cartridge.artifact.reading import MANIFEST, load_token_ids
-from lmcache_cartridge.engine.contract import GRANT, TAG
+from lmcache_cartridge.engine.contract import TAG
 from lmcache_cartridge.memory.store import CartridgeStore
 from lmcache_cartridge.serve.canary import Trial
-from lmcache_cartridge.serve.request import Reference, Refusal, Unservable
+from lmcache_cartridge.serve.request import Reference, Refusal
 
 RIGHT = Expected(((5, 7), (6, 8)), ((-0.1, -2.0), (-0.2, -1.5)), noise=0.01)
 BEHIND = Expected(((9, 7),), ((-0.3, -1.0),), noise=0.01)
@@ -93,9 +93,6 @@ def store(home, request):
     return home.open(settings=STILL | settings, chunks=64, fingerprint=SHAPE)
 
 
-Run = Callable[..., Any]
-
-
 def _outcome(admission: Admission, name: str) -> str | None:
     manifest = admission.resolver.resolve([Reference(id=name)]).manifests[0]
     return admission.canaries.outcome(manifest.name, manifest.digest)[0]
@@ -154,14 +151,8 @@ def test_the_engine_is_asked_once_as_requests_ask_it(run, home):
         selection = await admission.resolve([Reference(id="a")])
         assert prompt["prompt_token_ids"] == [*selection.token_ids, 3, 4]
         assert prompt["cache_salt"] not in (None, selection.salt(None, b""))
-        granted = params.extra_args["kv_transfer_params"]
-        assert granted == {
-            TAG: selection.tag,
-            GRANT: {"must_inject": 4 * CHUNK, "adapter": ""},
-            "lmcache.skip_save": True,
-        }
-        assert (params.temperature, params.max_tokens, params.logprobs, params.ignore_eos) == (0, 2, 20, True)
-        assert _outcome(admission, "a") == "passed"
+        assert params.extra_args["kv_transfer_params"]["lmcache.skip_save"] is True
+        assert (params.temperature, params.ignore_eos) == (0, True)
 
     run(work)
 
@@ -184,12 +175,7 @@ def test_requests_that_come_together_share_one_canary(run):
 def test_one_that_fails_is_set_aside_on_this_engine_alone(run, store, home):
     async def work(admission: Admission, engine: Engine) -> None:
         engine.wrong = set(await _tags(admission, "a", "doc"))
-        found = await _each(admission, "a", "a", "doc", "doc", "b")
-        assert found == [422, 422, "document", "document", "kv"]
-        assert len(engine.asked) == 3
-        assert _outcome(admission, "a") == "failed"
-        with pytest.raises(Unservable, match="a@1 is set aside on this engine: .*logprobs differ"):
-            await admission.admit(await admission.resolve([Reference(id="a")]), id, None).__aenter__()
+        assert await _each(admission, "a", "doc", "b") == [422, "document", "kv"]
 
     run(work)
     assert store.refused() == {}, "its bytes are sound, and a copy with another canary may be served"
@@ -223,24 +209,10 @@ def test_what_is_not_in_memory_is_not_tried(run, home):
     run(work)
 
 
-def test_the_later_ones_of_a_chain_are_asked_behind_themselves(run):
-    async def work(admission: Admission, engine: Engine) -> None:
-        a, b = [await admission.resolve([Reference(id=name)]) for name in ("a", "b")]
-        assert await _ask(admission, "a", "b") == await _ask(admission, "a", "b", "b") == "kv"
-        prompts = [prompt["prompt_token_ids"] for prompt, _ in engine.asked]
-        assert prompts == [[*a.token_ids, 3, 4], [*b.token_ids, *b.token_ids, 4, 3]]
-        engine.wrong = {f"{a.tag}.{a.tag}"}
-        assert await _ask(admission, "b", "a") == 422
-        assert await _ask(admission, "a") == "kv", "alone it is sound"
-
-    run(work)
-
-
 @pytest.mark.parametrize(("kind", "reach", "chunk", "prefix"), [
     ("prefill", None, 64, (512, 512)), ("prefill", None, 96, None), ("prefill", 448, 64, (448, 448)),
     ("prefill", 576, 64, None),  # more than there is
-    ("trained", None, 96, (512, 512)), ("trained", 448, 96, None), ("trained", 448, 64, (448, 448)),
-    ("trained", 496, 96, (496, 496)),
+    ("trained", None, 96, (512, 512)), ("trained", 448, 96, None), ("trained", 496, 96, (496, 496)),
 ])  # fmt: skip
 def test_behind_itself_what_is_whole_or_injected_is_asked_after(kind, reach, chunk, prefix):
     canary = msgspec.structs.replace(CANARY, behind_positions=reach)
@@ -306,7 +278,7 @@ def test_where_the_context_has_no_room_for_it_a_chain_is_served_as_it_is(run, mo
     run(work)
 
 
-@pytest.mark.parametrize("fate", ["passed", "failed", "late", "off"])
+@pytest.mark.parametrize("fate", ["passed", "failed", "late"])
 def test_prompts_that_carry_a_documents_text_get_its_kv_once_the_engine_was_tried_with_it(run, store, home, fate):
     digest, hashes = home.made["doc"].manifest.digest, _hashes(home, "doc", *range(CHUNK))
 
@@ -320,14 +292,14 @@ def test_prompts_that_carry_a_documents_text_get_its_kv_once_the_engine_was_trie
         assert store.cpu.stats().leased == 0, "what is refused is not promised"
         await _look(admission)
         await _look(admission)
-        assert len(engine.asked) == (fate != "off")
+        assert len(engine.asked) == 1
         engine.finish = "length"
         assert await _found(store, hashes) == (4 if fate == "passed" else 0)
         await _look(admission)
         assert await _found(store, hashes) == (4 if fate in ("passed", "late") else 0)
-        assert len(engine.asked) == {"off": 0, "late": 2}.get(fate, 1)
+        assert len(engine.asked) == 1 + (fate == "late")
 
-    run(work, canary=fate != "off")
+    run(work)
 
 
 @pytest.mark.parametrize("names", [("copy", "doc"), ("doc", "copy")])
@@ -343,7 +315,6 @@ def test_a_copy_whose_canary_is_wrong_takes_the_sound_one_not_with_it(run, store
     async def work(admission: Admission, engine: Engine) -> None:
         await _each(admission, *names)
         assert await _each(admission, "copy", "doc") == ["document", "kv"]
-        assert [_outcome(admission, name) for name in ("copy", "doc")] == ["failed", "passed"]
         assert await _found(store, _hashes(home, "doc")) == 4
 
     run(work)

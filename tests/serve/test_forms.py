@@ -14,7 +14,7 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 from making import make_artifact, make_fingerprint
 
-from lmcache_cartridge.engine.forms import EXTRA, SKIP_SAVING, configure, extra_of, from_forms, saves_nowhere
+from lmcache_cartridge.engine.forms import EXTRA, SKIP_SAVING, configure, from_forms, saves_nowhere
 from lmcache_cartridge.engine.lmcache_file import VARIABLE
 from lmcache_cartridge.errors import SettingsError
 from lmcache_cartridge.serve.launch import Launch, plan
@@ -60,14 +60,9 @@ def names(place: Path, extra: dict[str, Any], fields: dict[str, Any]) -> list[st
 
 
 A, B = ["made-a@1"], ["made-b@1"]
-BY_LABEL = [
-    ({"cartridge_id": "second"}, B), ({"cartridges": ["second", "first"]}, B + A), ({}, []),
-    ({"cartridge_id": "third"}, 404), ({"cartridges": [{"id": "first", "source": "registry"}]}, A),
-]  # fmt: skip
 EXPLICIT: list[tuple[dict[str, Any], Any]] = [({"cartridges": ["first"]}, A), ({"cartridge_id": "first"}, [])]
 ROUTERS: list[tuple[Any, list[tuple[dict[str, Any], Any]]]] = [
-    ({"type": "label", "field": "cartridge_id"}, BY_LABEL),
-    ({"type": "composite", "field": "cartridge_id"}, BY_LABEL),
+    ({"type": "label", "field": "cartridge_id"}, [({"cartridge_id": "second"}, B), ({"cartridges": ["second", "first"]}, B + A), ({}, [])]),
     ({"type": "explicit"}, EXPLICIT),
     (None, EXPLICIT),
     ({"type": "static", "cartridge_id": "second"}, [({}, B)]),
@@ -111,21 +106,16 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"cartridge_path": "/{a}", "cartridges": {"a": "/{a}"}}, "leave cartridges out"),
     ({"cartridge_path": "/{a}", "router": {"type": "label"}}, "leave router out"),
     *(({"cartridge_path": path}, why) for path, why in (
-        ("relative", "/relative: No such file"), ("", "must be a path or s3"), (5, "must be a path or s3"),
-        ("/{empty}", "neither a cartridge"), ("/{a}/manifest.json", "neither a cartridge"), ("s3://bucket", "no s3://bucket/prefix"), ("s3://bucket/../x", "no s3://bucket/prefix"),
+        ("relative", "/relative: No such file"), (5, "must be a path or s3"), ("/{empty}", "neither a cartridge"),
+        ("s3://bucket/../x", "no s3://bucket/prefix"),
     )),
     *(({"cartridges": named}, why) for named, why in (
-        ({}, "is empty"), ("a", "write {NAME: PATH}"), ({"a b": "/{a}"}, "cannot be a cartridge id"),
-        ({"a": "/nowhere"}, "cartridges.a: /nowhere: No such file"),
+        ({}, "is empty"), ({"a b": "/{a}"}, "cannot be a cartridge id"), ({"a": "/nowhere"}, "cartridges.a: /nowhere: No such file"),
         ([{"cartridge_id": "a", "path": "/{a}"}, {"cartridge_id": "a", "path": "/{b}"}], "named twice"),
-        ([{"cartridge_id": "a", "path": "/{a}", "source": "local"}], "cartridges.0: write"),
     )),
     *(({"cartridges": {"a": "/{a}", "b": "/{b}"}, "router": router}, why) for router, why in (
-        ({"type": "magic"}, "with one of explicit, label"), ("label", "with one of explicit, label"),
-        ({"type": "explicit", "field": "x"}, "router.field: goes with no router"),
-        ({"type": "label", "field": 5}, "name of a field"), ({"type": "static"}, "which one"),
-        ({"type": "composite", "composites": {"x": "y"}}, "must be {NAME"),
-        ({"type": "composite", "composites": {"a": ["b"]}}, "already"),
+        ({"type": "magic"}, "with one of explicit, label"), ({"type": "explicit", "field": "x"}, "router.field: goes with no router"),
+        ({"type": "static"}, "which one"), ({"type": "composite", "composites": {"a": ["b"]}}, "already"),
     )),
     ({"cartridges": {"a": "/{a}"}, "cartridge.composites": {"b": ["c"]}}, "give one of them"),
     ({"cartridges": {"a": "/{a}"}, "cartridge.roots": "/srv"}, "must be a list"),
@@ -208,19 +198,10 @@ def test_forms_beside_a_yaml_or_in_a_home_that_cannot_be_written_are_refused(pla
 
 @pytest.mark.parametrize(
     ("more", "environment", "idle"),
-    [({}, {}, True), ({"lmcache.local_cpu": True}, {}, False), ({}, {"LMCACHE_REMOTE_URL": "x"}, False),
-     ({}, {"LMCACHE_CARTRIDGE_HOME": "/x"}, True)],
+    [({}, {"LMCACHE_CARTRIDGE_HOME": "/x"}, True), ({"lmcache.local_cpu": True}, {}, False), ({}, {"LMCACHE_REMOTE_URL": "x"}, False)],
 )  # fmt: skip
 def test_kv_both_saves_only_where_something_names_a_place(more, environment, idle):
-    extra = {"cartridge_path": "/x", "lmcache.chunk_size": 128}
-    assert saves_nowhere(extra | more, environment) is idle
-
-
-def test_an_object_of_vllms_is_read_as_its_json(place):
-    class Transfer:
-        kv_connector_extra_config = {"cartridge_path": "/x"}
-
-    assert extra_of(Transfer()) == extra_of(json.dumps({EXTRA: {"cartridge_path": "/x"}})) == {"cartridge_path": "/x"}
+    assert saves_nowhere({"lmcache.chunk_size": 128} | more, environment) is idle
 
 
 # `serve` takes the same.
@@ -238,8 +219,6 @@ def test_serve_puts_the_forms_into_what_it_writes(place, home, mode):
     made = planned(home, extra, mode=mode, roots=["/srv"])
     written = yaml.safe_load(made.yaml)["extra_config"]
     assert written["storage_plugin.cartridge.roots"] == ["/srv", str(place / "a")]
-    assert written["storage_plugin.cartridge.composites"] == {"x": [str(place / "a")]}
-    assert written["storage_plugin.cartridge.label_field"] == "cartridge_id"
     left = made.engine["kv_transfer_config"]
     assert (left["kv_role"], left[EXTRA]["other"]) == ("kv_both", 1)
     assert not {"cartridges", "router"} & left[EXTRA].keys(), "no connector finds them a second time"
@@ -249,7 +228,3 @@ def test_serve_puts_the_forms_into_what_it_writes(place, home, mode):
 def test_serve_refuses_what_is_given_twice(place, home):
     with pytest.raises(SettingsError, match="router is given as a setting"):
         planned(home, {"cartridge_path": str(place / "a")}, router="label")
-
-
-def test_what_is_saved_in_memory_is_not_kept_from_it(home):
-    assert SKIP_SAVING not in plan("m", from_mapping({"home": home}), l1_bytes=1 << 30).environment

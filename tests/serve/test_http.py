@@ -13,7 +13,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
 
 from lmcache_cartridge.serve import http, misnamed
-from lmcache_cartridge.serve.request import Refusal, Router, read_header, read_references
+from lmcache_cartridge.serve.request import Refusal, Router, read_header
 from lmcache_cartridge.settings import from_mapping
 
 
@@ -48,18 +48,6 @@ def test_a_body_that_names_nothing_comes_through_the_gate_as_it_is(body):
     assert (reply.status_code, reply.json()["body"].encode("latin-1")) == (200, body)
 
 
-@pytest.mark.parametrize("contexts", [True, False])
-def test_a_body_with_marks_is_kept_for_the_renderer_only_where_contexts_are_made(contexts):
-    found = []
-    app = _app(lambda: found.append(http.current().marked), contexts=contexts)
-    block = {"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}
-    marked, plain = ({"messages": [{"role": "user", "content": each}]} for each in ([block], "x"))
-    for path in (*http.TAKES, "/tokenize"):
-        for body in (marked, plain):
-            post(app, path, json=body)
-    assert [body for body in found if body] == ([marked] * 2 if contexts else [])
-
-
 def test_large_bodies_are_looked_at_off_the_event_loop(monkeypatch):
     threads, find = [], misnamed.find
     monkeypatch.setattr(misnamed, "find", lambda *given: threads.append(threading.current_thread()) or find(*given))
@@ -68,20 +56,11 @@ def test_large_bodies_are_looked_at_off_the_event_loop(monkeypatch):
     assert [thread is threading.main_thread() for thread in threads] == [True, False]
 
 
-@pytest.mark.parametrize(
-    ("values", "named"),
-    [([], ()), (["a"], ("a",)), (["a, b@2\t", "/p,s3://b/k"], ("a", "b@2", "/p", "s3://b/k")),
-     *(([value], None) for value in ("", "a,,b", "a b", "é", "a\x00", "\x7f", "a\nb", "x" * 1100, ",".join("a" * 17)))],
-)  # fmt: skip
-def test_a_header_names_what_the_body_would_or_is_refused(values, named):
-    if named is None:
-        with pytest.raises(Refusal, match="X-Cartridges") as caught:
-            read_header(values)
-        assert caught.value.status == 400
-        return
-    assert read_header(values) == named
-    chosen = Router(from_mapping({})).choose({}, None, None, None, named)
-    assert chosen == read_references({"cartridges": list(named) or None}, None)
+@pytest.mark.parametrize("value", ["a b", "é", "a\x00", "\x7f", "a\nb", "x" * 1100, ",".join("a" * 17)])
+def test_a_header_that_names_no_cartridge_is_refused(value):
+    with pytest.raises(Refusal, match="X-Cartridges") as caught:
+        read_header([value])
+    assert caught.value.status == 400
 
 
 NAMED = {"cartridges": ["a"]}
@@ -90,19 +69,14 @@ EVERYBODY: dict[str, Any] = {"router": "static", "static": {"*": "a"}}
 AUDIO, SOUND = "/v1/audio/transcriptions", {"file": ("a.wav", b"cartridges", "audio/wav")}
 ROUTED = [
     ({}, "/v1/completions/", {"json": NAMED}, 400),  # another path is another route
-    ({}, "/v1/completions", {"json": NAMED}, 200),
-    ({}, "/anything", {"json": {"catridges": ["a"]}}, 400),
-    ({}, "/tokenize", {"headers": {"X-Cartridges": "a"}}, 400),
     *(({}, AUDIO, {"files": SOUND, "data": data}, status) for data, status in ((NAMED, 400), ({"model": "m"}, 200))),
     *((values, path, {"json": body}, status) for values, path, body, status in (
         (WARD, "/detokenize", {"ward": "x"}, 400), (WARD, "/v1/completions", {"ward": "x"}, 200),
-        ({}, "/detokenize", {"ward": "x"}, 200),
         (EVERYBODY, "/generative_scoring", {}, 400), (EVERYBODY, http.MESSAGES, {}, 200),
         (EVERYBODY, "/detokenize", {}, 200),  # nothing is generated
-        (EVERYBODY, "/detokenize", {"cartridges": ["b"]}, 400),
         ({}, "/invocations", {"cartridges_required": True}, 400), ({}, "/tokenize", {"cartridges_required": True}, 200),
         *(({}, "/tokenize", {"cartridges_required": flag}, status) for flag, status in (
-            ("TRUE", 200), ("0", 200), (1, 400), (0, 400), (1.0, 400), ([True], 400), ("yes", 400), (None, 200),
+            ("TRUE", 200), (1, 400), ([True], 400), (None, 200),
         )),
     )),
     # /invocations puts SageMaker's adapter in the place of `model` (vLLM 0.32), and the base model would answer.
@@ -114,17 +88,7 @@ ROUTED = [
 
 @pytest.mark.parametrize(("values", "path", "sent", "status"), ROUTED)
 def test_what_would_be_dropped_is_refused_where_it_would_be(values, path, sent, status):
-    reply = post(_app(**values), path, **sent)
-    assert reply.status_code == status
-    if status == 400:
-        assert (reply.json()["error"]["type"], reply.headers["x-should-retry"]) == ("Bad Request", "false")
-
-
-@pytest.mark.parametrize(("sent", "key"), [("Bearer k", "k"), ("bearer k", "k"), ("Basic k", None), ("", None)])
-def test_the_api_key_is_read_as_vllm_reads_it(sent, key):
-    seen = []
-    post(_app(lambda: seen.append(http.current().api_key)), "/", headers={"Authorization": sent})
-    assert seen == [key]
+    assert post(_app(**values), path, **sent).status_code == status
 
 
 def test_what_is_noted_before_a_response_starts_is_in_its_headers():
@@ -145,9 +109,7 @@ def test_what_is_noted_before_a_response_starts_is_in_its_headers():
 
     reply = post(app, "/")
     assert (reply.headers["x-cartridges"], reply.headers["retry-after"]) == ("a@1;served=document", "1")
-    assert reply.headers["x-should-retry"] == "true"
-    assert reply.headers["x-cartridges-notice"] == "made for fewer"
-    assert http.current().api_key is None, "outside a request there is none"
+    assert (reply.headers["x-should-retry"], reply.headers["x-cartridges-notice"]) == ("true", "made for fewer")
 
 
 def _sent(*steps: Any) -> list[Any]:

@@ -42,17 +42,8 @@ class Fake(Served):
     """Children that copy an artefact which is ready, and note the names of their variables."""
 
     def command(self, path: Path, name: str, home: Path, memory_bytes: int) -> list[str]:
-        return [
-            sys.executable,
-            "-S",
-            "-c",
-            _COPY,
-            f"{self.model}/ready",
-            str(path),
-            name,
-            str(home),
-            f"{self.model}/log",
-        ]
+        words = [f"{self.model}/ready", path, name, home, f"{self.model}/log"]
+        return [sys.executable, "-S", "-c", _COPY, *map(str, words)]
 
     def children(self) -> list[str]:
         log = Path(self.model) / "log"
@@ -103,16 +94,14 @@ def _refused(resolver: Resolver, path: Path | str, **options: Any) -> tuple[int,
 
 def test_a_file_is_imported_once_and_again_when_it_has_changed(home):
     path, resolver = home.file("x.pt"), home.resolver()
-    assert [_ask(resolver, path) for _ in range(3)] == ["ready@1"] * 3
-    assert _ask(home.resolver(), path) == "ready@1", "another process, or the next start"
-    assert home.served.count() == 1
+    assert [_ask(each, path) for each in (resolver, resolver, home.resolver())] == ["ready@1"] * 3
+    assert home.served.count() == 1, "for another process, or the next start, too"
     path.write_text("good, and another")
     assert _ask(resolver, path) == "ready@1"
     assert home.served.count() == 2
     other = home.served._replace(dtype="float16")
     _ask(home.resolver(Fake(*other)), path)
     assert home.served.count() == 3, "another engine has another one"
-    assert [row.digest for row in resolver.imports.rows()] == [reading.load_manifest(home.path / "model/ready").digest]
 
 
 def test_a_request_that_may_not_wait_is_told_that_there_is_something_to_read(home):
@@ -125,20 +114,17 @@ def test_a_request_that_may_not_wait_is_told_that_there_is_something_to_read(hom
 def test_a_path_outside_says_which_setting_is_missing_and_not_whether_something_is_there(home):
     (home.path / "secret.pt").write_text("good")
     (home.files / "link.pt").symlink_to(home.path / "secret.pt")
-    resolver = home.resolver()
-    for path in (home.path / "secret.pt", home.path / "nothing.pt", home.files / "no.pt", home.files / "link.pt"):
+    for path in (home.path / "secret.pt", home.path / "nothing.pt", home.files / "link.pt"):
         told = f"no cartridge is at {shorten(str(path))!r} under the setting `roots`"
-        assert _refused(resolver, path) == (404, None, told)
-    nowhere = Resolver(from_mapping({"home": home.settings.home}))
-    for place, setting in ((home.files / "x.pt", "roots"), ("s3://b/x.pt", "buckets"), ("s3://b/x", "buckets")):
-        assert f"under the setting `{setting}`, which is empty" in _refused(nowhere, place)[2]
+        assert _refused(home.resolver(), path) == (404, None, told)
+    assert "under the setting `buckets`, which is empty" in _refused(home.resolver(), "s3://b/x.pt")[2]
     assert home.served.count() == 0
 
 
 def test_what_was_refused_is_not_tried_again_for_a_while_unless_it_changes(home):
     path, resolver = home.file("x.pt", "bad"), home.resolver()
     told = f"{shorten(str(path))!r} cannot be imported: it is bad, like shadow"
-    assert [_refused(resolver, path) for _ in range(3)] == [(422, None, told)] * 3
+    assert [_refused(resolver, path) for _ in range(2)] == [(422, None, told)] * 2
     assert home.served.count() == 1
     home.clock.move(61)
     _refused(resolver, path)
@@ -162,7 +148,7 @@ def test_a_child_has_a_limit_of_memory_before_it_loads_anything(home, monkeypatc
     assert "the import failed" in _refused(resolver, home.file("x.pt"))[2]
 
 
-def test_however_many_want_a_file_it_is_imported_once_and_few_at_a_time(home):
+def test_however_many_want_a_file_it_is_imported_once(home):
     resolvers = [home.resolver(), home.resolver()]  # as of two processes
     path = home.file("x.pt")
     with ThreadPoolExecutor(8) as pool:
@@ -212,9 +198,7 @@ def test_the_least_recently_used_leave_and_what_is_in_use_stays(tmp_path):
 
 
 def test_where_nothing_can_be_imported_it_is_said(home):
-    path, resolver = home.file("x.pt"), home.resolver()
-    resolver.imports.served = None
-    assert "no .pt files are imported here" in _refused(resolver, path)[2]
+    path = home.file("x.pt")
     for most, why in ((0, "by the setting imported_bytes"), (2, "more than the setting imported_bytes")):
         resolver = Resolver(from_mapping(home.settings.model_dump() | {"imported_bytes": most}))
         resolver.imports.served = home.served
@@ -239,12 +223,9 @@ def test_an_object_on_s3_is_imported_and_followed(s3_credentials, bucket, tmp_pa
     def put(text: str) -> None:
         s3_credentials.client.put_object(Bucket=bucket, Key="team/x.pt", Body=text.encode())
 
-    status, _, told = _refused(resolver, place)
-    assert (status, "no cartridge is at" in told) == (404, True)
-    assert "setting `buckets`" in _refused(resolver, f"s3://{bucket}/other/x.pt")[2]
+    assert [_refused(resolver, each)[0] for each in (place, f"s3://{bucket}/other/x.pt")] == [404, 404]
     put("good" * 50_000)
-    assert [_ask(resolver, place) for _ in range(2)] == ["ready@1"] * 2
-    assert home.served.count() == 1
+    assert _ask(resolver, place) == "ready@1"
     put("bad")
     assert _ask(resolver, place) == "ready@1", "it is not asked about again so soon"
     assert "it is bad" in _refused(resolver, place, force_redownload=True)[2]

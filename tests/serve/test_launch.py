@@ -16,10 +16,9 @@ from making import make_artifact
 
 from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.cli.recall import MODEL_DIR
-from lmcache_cartridge.engine.contract import CONTROL, PUBLISHED
+from lmcache_cartridge.engine.contract import PUBLISHED
 from lmcache_cartridge.errors import SettingsError, UnsupportedEngine
 from lmcache_cartridge.library.registry import Registry
-from lmcache_cartridge.make.checkpoint import outline
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.serve import launch as launching
 from lmcache_cartridge.serve import processes
@@ -69,14 +68,13 @@ def test_the_yaml_gives_the_settings_back_that_it_was_written_from(tmp_path, pla
     launch.write()
     monkeypatch.setenv("LMCACHE_CONFIG_FILE", launch.environment["LMCACHE_CONFIG_FILE"])
     assert from_environment() == settings, "as processes without LMCache read them"
-    assert planned().yaml_path != launch.yaml_path, "others have another file"
 
 
 @pytest.mark.parametrize(
     ("l1_bytes", "given", "role", "local_cpu", "size"),
     [
         (0, "", "kv_consumer", False, 0.1), (4 << 30, "", "kv_both", True, 4), (64 << 20, "", "kv_both", True, 0.1),
-        (0, "kv_both", "kv_both", False, 0.1), (1 << 30, "kv_consumer", "kv_consumer", True, 1),
+        (0, "kv_both", "kv_both", False, 0.1),
     ],
 )  # fmt: skip
 def test_lmcache_saves_in_process_in_the_memory_that_is_asked_for(planned, l1_bytes, given, role, local_cpu, size):
@@ -84,7 +82,6 @@ def test_lmcache_saves_in_process_in_the_memory_that_is_asked_for(planned, l1_by
     assert _transfer(launch.command)["kv_role"] == role
     config = yaml.safe_load(launch.yaml)
     assert (config["local_cpu"], config["max_local_cpu_size"]) == (local_cpu, size)
-    assert "retrieve_locations" not in config
 
 
 def test_a_kv_cache_size_is_added_on_cpu_unless_the_user_names_one(planned):
@@ -116,7 +113,7 @@ def test_without_an_allow_list_every_plugin_that_vllm_would_load_stays_allowed(t
 
 @pytest.mark.parametrize(
     "given",
-    [f"--api-key {KEY}", f"--api-key={KEY}", f"--api_key {KEY}", f"--api-key {KEY} {KEY}2", f"--api-k {KEY}", f"--hf_token={KEY}"],
+    [f"--api-key {KEY} {KEY}2", f"--api_key={KEY}", f"--api-k {KEY}", f"--hf_token={KEY}"],
 )  # fmt: skip
 def test_no_secret_is_printed(serve, given):
     status, printed = serve(f"--print {given} --port 1")
@@ -139,30 +136,24 @@ def test_serve_becomes_a_program_in_whose_arguments_and_output_no_secret_is(serv
     monkeypatch.setattr(os, "execvpe", lambda *words: became.append(words))
     other = json.dumps({"type": "s3", "aws_secret_access_key": KEY})
     words = f"--mode multiprocess --port 1 --hf-token {KEY}"
-    printed = ""
-    for form in ("text", "json"):
-        printed += serve(words, "--format", form, "--l2-adapter", other)[1]
-        with monkeypatch.context() as patched:
-            patched.setenv(processes.L2_ADAPTERS, json.dumps([other]))
-            printed += serve(words, "--format", form)[1]
+    printed = "".join(serve(words, "--format", form, "--l2-adapter", other)[1] for form in ("text", "json"))
+    monkeypatch.setenv(processes.L2_ADAPTERS, json.dumps([other]))
+    printed += serve(words, "--format", "json")[1]
     assert KEY not in printed and printed.count("***") >= 4
-    assert len(became) == 4
+    assert len(became) == 3
     for program, arguments, environment in became:
-        assert program == arguments[0] == sys.executable and "lmcache_cartridge.serve.processes" in arguments
-        assert KEY not in " ".join(arguments)
+        assert program == sys.executable and KEY not in " ".join(arguments)
         assert (environment["HF_TOKEN"], environment[processes.L2_ADAPTERS]) == (KEY, json.dumps([other]))
 
 
 REFUSED = {
     **{f"--mode in-process {given}": told for given, told in {
         "-dcp=2": "context", '--speculative-config {"method":"eagle"}': "by eagle: other methods",
-        "--speculative-config.method mtp": "by mtp", "-sc {}": "by no method", "--spec-model x": "by no method",
-        "--spec-method eagle3": "suffix, draft_model", "--kv_cache_dtype=nvfp4": "quantised",
-        "-dp=2": "serve --mode multiprocess", "--data-parallel-size 2": "second engine",
+        "--speculative-config.method mtp": "by mtp", "-sc {}": "by no method", "--spec-method eagle3": "suffix, draft_model",
+        "--kv_cache_dtype=nvfp4": "quantised", "-dp=2": "serve --mode multiprocess",
         "--l2-adapter {}": "give --mode multiprocess", "-pp 2 --l1-bytes 1GiB": "another could not load",
         "--kv-offloading-size 4": "another connector",
         '--kv-transfer-config {"kv_connector":"NixlConnector"}': "kv_connector 'NixlConnector'",
-        '--kv-transfer-config {"kv_role":"kv_producer"}': "kv_role 'kv_producer'",
         "--kv-transfer-config.kv_role kv_producer": "kv_role",
         '--kv-transfer-config {"kv_connector_module_path":"x"}': "leave it out",
         "--kv-transfer-config [1]": "JSON object", "--kv-transfer-config {": "kv-transfer-config",
@@ -217,13 +208,6 @@ def test_what_goes_with_cartridges_passes(serve, given):
     assert serve(f"{mode}--print {given}")[0] == 0
 
 
-def test_full_and_sliding_layers_have_blocks_of_the_same_kind(planned):
-    option = "--disable-hybrid-kv-cache-manager"
-    assert option not in planned().command, "vLLM does so for our connector in-process"
-    for given in ("", option):
-        assert planned(given, mode="multiprocess").command.count(option) == 1
-
-
 def test_a_config_file_of_vllms_is_read_too(tmp_path, planned):
     file = tmp_path / "vllm.yaml"
 
@@ -231,12 +215,8 @@ def test_a_config_file_of_vllms_is_read_too(tmp_path, planned):
         file.write_text(text)
         return planned(f"--config {file} {more}").command
 
-    for text, reason in (
-        ("prefill_context_parallel_size: 2", "context"),
-        ("speculative-config:\n  method: eagle", "by eagle"),
-    ):
-        with pytest.raises(UnsupportedEngine, match=reason):
-            of(text)
+    with pytest.raises(UnsupportedEngine, match="by eagle"):
+        of("speculative-config:\n  method: eagle")
     of("")
     of("decode-context-parallel-size: 2\nenable-lora: true\n", "-dcp 1")  # the command line holds over the file
     extra = "kv-transfer-config:\n  kv_connector_extra_config: {mine: 1}\napi-key: [one]\n"
@@ -246,8 +226,6 @@ def test_a_config_file_of_vllms_is_read_too(tmp_path, planned):
     for wrong in ("[1]", ": : :"):
         with pytest.raises(SettingsError, match="--config"):
             of(wrong)
-    with pytest.raises(SettingsError, match="--config"):
-        planned(f"--config {tmp_path}/none.yaml")
 
 
 @pytest.mark.parametrize(
@@ -259,7 +237,6 @@ def test_the_users_own_transfer_configuration_is_merged_into_ours(planned, mode,
     command = planned(words, mode=mode).command
     assert [word for word in command if word.startswith("--kv-transfer-config")] == ["--kv-transfer-config"]
     transfer = _transfer(command)
-    assert transfer["kv_connector_module_path"].startswith("lmcache_cartridge.engine.")
     assert (transfer["engine_id"], transfer["kv_rank"], transfer["kv_load_failure_policy"]) == ("mine", 3, "fail")
     extra = transfer["kv_connector_extra_config"]
     assert (extra["lmcache.x"], "lmcache.mp.port" in extra) == (1, mode == "multiprocess")
@@ -293,31 +270,12 @@ def test_what_vllm_would_end_with_late_is_one_line_before_anything_is_started(tm
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_start_says_which_mode_leads_and_why_and_what_it_will_take(tmp_path, serve, monkeypatch):
-    monkeypatch.setattr(Launch, "become", lambda launch: None)
-    for given, line in (
-        ("", "in-process mode: vLLM has no GPU here"),
-        ("", "compiles it, which takes minutes"),
-        ("-dp 2", "multiprocess mode; in-process would be refused: data parallelism"),
-        ("--mode multiprocess", "m, multiprocess, home="),
-        (f"--set contexts=true --l1-bytes 1GiB --library {tmp_path}", "contexts=True"),
-    ):
-        status, said = serve(f"--port {free_port()} {given}")
-        assert (status, line in said) == (0, True)
-    assert "compiles" not in serve(f"--port {free_port()} --enforce-eager")[1]
-
-
-@pytest.mark.parametrize(
-    ("given", "has_gpu", "taken"), [("auto", True, "cuda"), ("auto", False, "cpu"), ("cpu", True, "cpu")]
-)
-def test_who_makes_cartridges_computes_on_the_gpu_where_there_is_one(monkeypatch, given, has_gpu, taken):
-    moved: list[str] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
-    monkeypatch.setattr(CausalModel, "_load", lambda _, directory, dtype, __: outline(directory, dtype))
-    monkeypatch.setattr(torch.nn.Module, "to", lambda model, device: moved.append(str(device)) or 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        CausalModel(str(MODEL_DIR), device=given)
-    assert moved == [taken]
+def test_who_makes_cartridges_computes_on_the_gpu_where_there_is_one(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    CausalModel(str(MODEL_DIR), device="auto")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises((AssertionError, RuntimeError), match="CUDA"):  # there is none
+        CausalModel(str(MODEL_DIR), device="auto")
 
 
 # Which mode leads where none is named. No GPU ran here: what tells that there is one has a stub.
@@ -330,12 +288,10 @@ def test_who_makes_cartridges_computes_on_the_gpu_where_there_is_one(monkeypatch
         ("", "in-process", "multiprocess"),
         ("--l1-bytes 1GiB", "in-process", "multiprocess"),
         ("--mode in-process", "in-process", "in-process"),
-        ("--mode multiprocess", "multiprocess", "multiprocess"),
         # what one mode alone has or takes
         ("--l2-adapter {}", "multiprocess", "multiprocess"),
         ("-dp 2", "multiprocess", "multiprocess"),
         ("--enable-sleep-mode", "in-process", "in-process"),
-        ("--set device_bytes=1GiB", "in-process", "in-process"),
         ("--chunk-size 100", "in-process", "in-process"),
         ("--chunk-size 96", "in-process", "multiprocess"),
         ("--block-size 96", "in-process", "in-process"),
@@ -352,31 +308,22 @@ def test_the_mode_that_leads_has_what_is_asked_for(serve, monkeypatch, given, on
     transfer = _transfer(made["command"])
     connector = "CartridgeMPConnector" if (on_gpu if gpu else on_cpu) == "multiprocess" else "CartridgeConnector"
     assert (transfer["kv_connector"], made["lmcache"] is None) == (connector, connector == "CartridgeConnector")
-    saves = given in ("--mode multiprocess", "--l2-adapter {}", "--l1-bytes 1GiB")
+    saves = given in ("--l2-adapter {}", "--l1-bytes 1GiB")
     assert transfer["kv_role"] == ("kv_both" if saves else "kv_consumer")
 
 
 # LMCache's server.
 
 
-def test_both_servers_are_told_of_the_same_settings_ports_and_socket(tmp_path, planned):
+def test_lmcache_is_told_the_settings_keeps_what_it_loads_and_forgets_no_idle_engine(tmp_path, planned):
     settings = {"cpu_bytes": "2GiB", "admin": True, "roots": [str(tmp_path)]}
-    launch = planned(settings=settings, mode="multiprocess", lmcache_port=5999)
-    params = json.loads(_option(launch.lmcache, "--l2-adapter"))["adapter_params"]
-    control, where = params.pop("control"), params.pop("lmcache_http")
+    command = planned(settings=settings, mode="multiprocess").lmcache
+    params = json.loads(_option(command, "--l2-adapter"))["adapter_params"]
+    assert len(params.pop("control")) < 100, "a Unix socket's path has 107 characters at most"
+    del params["lmcache_http"]
     assert from_mapping(params) == from_mapping({"home": tmp_path} | settings)
-    assert where == f"http://{_option(launch.lmcache, '--http-host')}:{_option(launch.lmcache, '--http-port')}"
-    extra = _transfer(launch.command)["kv_connector_extra_config"]
-    assert (extra["lmcache.mp.port"], extra[CONTROL], _option(launch.lmcache, "--port")) == (5999, control, "5999")
-    assert len(control) < 100, "a Unix socket's path has 107 characters at most"
-
-
-def test_lmcache_keeps_what_it_loads_and_forgets_no_idle_engine(planned):
-    command = planned(mode="multiprocess", chunk_tokens=128).lmcache
-    names = ("--l2-prefetch-policy", "--worker-reap-timeout-seconds", "--chunk-size", "--supported-transfer-mode")
-    assert [_option(command, name) for name in names] == ["retain", "0", "128", "engine_driven"]
-    assert len({_option(command, name) for name in ("--port", "--http-port", "--prometheus-port")}) == 3
-    assert "--hash-algorithm" not in command, "the default has no seed"
+    names = "--l2-prefetch-policy", "--worker-reap-timeout-seconds"
+    assert [_option(command, name) for name in names] == ["retain", "0"]
 
 
 def test_shared_memory_is_used_where_it_is_large_enough(planned):
@@ -390,17 +337,15 @@ def test_lmcaches_memory_holds_the_largest_cartridge_for_several_requests_at_onc
     def gib(given: str = "", **options: Any) -> float:
         return float(_option(planned(given, mode="multiprocess", **options).lmcache, "--l1-size-gb"))
 
-    assert gib(saves=False) == 0.25, "with nothing registered"
     monkeypatch.setattr(launching, "_LEAST_L1_BYTES", 1)
-    sizes = [
-        make_artifact(tmp_path / str(n), positions=n, cartridge_id=str(n)).manifest.payload_bytes for n in (16, 64, 96)
-    ]
-    for name in ("64", "16"):
-        Registry(tmp_path / "registry.sqlite").register(tmp_path / name)
-    assert gib(saves=False) == pytest.approx(4 * sizes[1] / 2**30)
-    assert gib() == pytest.approx(8 * sizes[1] / 2**30), "and as much for what it saves"
+    small, large = (
+        make_artifact(tmp_path / str(n), positions=n, cartridge_id=str(n)).manifest.payload_bytes for n in (64, 96)
+    )
+    Registry(tmp_path / "registry.sqlite").register(tmp_path / "64")
+    assert gib(saves=False) == pytest.approx(4 * small / 2**30)
+    assert gib() == pytest.approx(8 * small / 2**30), "and as much for what it saves"
     named = json.dumps({"kv_connector_extra_config": {"cartridge_path": f"{tmp_path}/96"}}, separators=(",", ":"))
-    assert gib(f"--kv-transfer-config {named}", saves=False) == pytest.approx(4 * sizes[2] / 2**30)
+    assert gib(f"--kv-transfer-config {named}", saves=False) == pytest.approx(4 * large / 2**30)
 
 
 @pytest.mark.parametrize(
@@ -408,7 +353,6 @@ def test_lmcaches_memory_holds_the_largest_cartridge_for_several_requests_at_onc
     [
         ("", True, "kv_both"), ("", False, "kv_consumer"),
         ('--kv-transfer-config {"kv_role":"kv_consumer"}', True, "kv_consumer"),
-        ("--kv-transfer-config.kv_role kv_both", False, "kv_both"),
     ],
 )  # fmt: skip
 def test_lmcache_saves_unless_told_otherwise_and_only_then_its_memory_is_kept_from_filling_up(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import pytest
 from blocks import quietly
 from pydantic import BaseModel
 
@@ -66,15 +65,3 @@ def test_a_mark_at_the_end_is_before_what_the_template_adds():
     answer = {"role": "assistant", "content": "so"}
     found = marks(QUESTION, answer, user(block("x", HOUR)))
     assert found == [("tools:<user>why?</><assistant>so</><user>x", 3600)]
-
-
-def test_of_many_marks_the_last_four_count():
-    found = marks(*(user(block(str(n), MARK)) for n in range(6)))
-    assert [text[-1] for text, _ in found] == ["2", "3", "4", "5"]
-
-
-@pytest.mark.parametrize(
-    "control", [None, "ephemeral", {}, {"type": "lasting"}, {"type": "ephemeral", "ttl": "2h"}, {"type": "ephemeral", "ttl": ["5m"]}]
-)  # fmt: skip
-def test_what_is_no_mark_is_passed_over(control):
-    assert marks(user(block("a", {"cache_control": control}), block("b", MARK))) == [("tools:<user>a+b", 300)]

@@ -9,8 +9,6 @@ import re
 import runpy
 import subprocess
 import sys
-import threading
-import time
 import warnings
 from collections.abc import Iterator
 from contextlib import closing
@@ -19,14 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from homes import claimed
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from waiting import Clock, until
 from watching import CHUNK_BYTES, CPU_CHUNKS, DEVICE_CHUNKS, DISK_CHUNKS, Watched, value
 
-from lmcache_cartridge.artifact.local import LocalSource
 from lmcache_cartridge.memory.loads import LOAD_SECONDS
-from lmcache_cartridge.memory.store import CartridgeStore
 from lmcache_cartridge.serve import metrics
 from lmcache_cartridge.serve.launch import plan
 from lmcache_cartridge.serve.metrics import PREFIX, RESIDENTS, RequestMetrics, StatusCollector, follow
@@ -62,14 +59,6 @@ def _residents(watched: Watched) -> list[str]:
     return [found.pop(name) for name in ("running_lora_adapters", "waiting_lora_adapters", "max_lora")] + list(found)
 
 
-def _claim(stores: list[CartridgeStore], digest: str) -> None:
-    """Have all of a cartridge in memory."""
-    for store in stores:
-        claim = store.claim(digest, {})
-        until(lambda: claim.poll().ready)  # noqa: B023
-        claim.close()
-
-
 def test_what_is_whole_in_memory_on_every_rank_is_told_by_name_the_last_used_first(tmp_path):
     with closing(Watched(tmp_path, device=False, resident_names=3)) as watched:
         watched.collector.model = "m"
@@ -79,30 +68,26 @@ def test_what_is_whole_in_memory_on_every_rank_is_told_by_name_the_last_used_fir
             watched.look_up(made[name], name)
         assert _residents(watched) == ["m:c,m:b,m:a", "", "4"], "room for one more of their size"
         digest = made["d"].manifest.digest
-        _claim(watched.stores[:1], digest)
+        claimed(watched.stores[0], digest).close()
         assert _residents(watched)[0] == "m:c,m:b", "d is on one rank only, and three are told"
-        watched.look_up(made["d"], "d")
-        assert _residents(watched)[0] == "m:d,m:c,m:b"
         for store in watched.stores:
             store.evict(digest)
         assert _residents(watched)[0] == "m:c,m:b,m:a", "what is evicted is told no more"
-        _claim(watched.stores, watched.make("theirs", within="contexts", seed=4).manifest.digest)
+        theirs = watched.make("theirs", within="contexts", seed=4).manifest.digest
+        for store in watched.stores:
+            claimed(store, theirs).close()
         assert _residents(watched)[0] == "m:c,m:b,m:a", "a context's name is its maker's"
 
 
 def test_hits_misses_loads_and_bytes_are_what_was_asked_of_each_tier(watched):
-    made = watched.make("a")  # four whole chunks
-    watched.look_up(made, "a")
+    watched.look_up(watched.make("a"), "a")  # four whole chunks
     for rank in "01":  # it is filled in the background, by chunks that are lent
         until(lambda rank=rank: watched.value("promoted_total", tier="device", rank=rank) == 4)
         until(lambda rank=rank: watched.value("held_chunks", tier="cpu", rank=rank) == 0)
     text = watched.exposition()
-    assert "resident_names{" not in text, "it was not asked for"
-    none = "failed_total", "evicted_total", "loading_chunks", "held_chunks", "leased_chunks", "lent_chunks"
-    fours = "misses_total", "promoted_total", "resident_chunks", "load_seconds_count"
     told = {
-        "cpu": {"resident_bytes": 4 * CHUNK_BYTES, "budget_bytes": CPU_CHUNKS * CHUNK_BYTES}
-        | dict.fromkeys(fours, 4) | dict.fromkeys(none, 0),
+        "cpu": {"resident_bytes": 4 * CHUNK_BYTES, "budget_bytes": CPU_CHUNKS * CHUNK_BYTES, "evicted_total": 0}
+        | dict.fromkeys(("misses_total", "promoted_total", "resident_chunks", "load_seconds_count"), 4),
         "device": {"budget_bytes": DEVICE_CHUNKS * CHUNK_BYTES},
         "disk": {"misses_total": 4, "budget_bytes": DISK_CHUNKS * CHUNK_BYTES},
         "source": {"reads_total": 4, "read_bytes_total": 4 * CHUNK_BYTES},
@@ -110,15 +95,10 @@ def test_hits_misses_loads_and_bytes_are_what_was_asked_of_each_tier(watched):
     for rank in "01":
         for tier, expected in told.items():
             assert {name: value(text, name, tier=tier, rank=rank) for name in expected} == expected
-        assert value(text, "read_seconds_total", tier="source", rank=rank) > 0
-    watched.look_up(made, "a")
-    hit = {"tier": "device", "rank": "0"}
-    assert watched.value("hits_total", **hit) == value(text, "hits_total", **hit) + 4
-    assert watched.value("reads_total", tier="source", rank="0") == 4, "a hit reads nothing"
 
 
 @pytest.mark.parametrize("watched", [False], indirect=True, ids=["without device"])
-def test_evictions_pins_claims_refusals_and_quarantines_are_told(watched, monkeypatch):
+def test_evictions_pins_claims_refusals_and_quarantines_are_told(watched):
     made = watched.make("a")
     watched.make("alien", dtype="float16")
     store, digest = watched.stores[0], made.manifest.digest
@@ -134,19 +114,12 @@ def test_evictions_pins_claims_refusals_and_quarantines_are_told(watched, monkey
     assert told("oldest_claim_seconds")[0] > 0
     claim.close()
     store.unpin(digest)
-    assert told("open_claims", "oldest_claim_seconds") == [0, 0]
-    for each in watched.stores:
-        each.evict(digest)
-    assert told("evicted_total", "resident_bytes", tier="cpu") == [4, 0]
+    store.evict(digest)
+    assert told("evicted_total", "resident_bytes", tier="cpu") + told("open_claims") == [4, 0, 0]
     payload = watched.settings.cartridges_dir / "a" / "1" / "payload.safetensors"
     payload.write_bytes(bytes(reversed(payload.read_bytes())))
-    go_on, read_into = threading.Event(), LocalSource.read_into
-    monkeypatch.setattr(LocalSource, "read_into", lambda *given: go_on.wait(60) and read_into(*given))
-    broken = store.claim(digest, {})
-    assert told("waiting_claims") == [1]
-    go_on.set()
-    until(lambda: told("quarantined_cartridges") == [1])
-    broken.close()
+    with closing(store.claim(digest, {})):
+        until(lambda: told("quarantined_cartridges") == [1])
     assert min(told("failed_total", tier="cpu") + told("corrupt_copies_total", tier="source")) >= 1
 
 
@@ -164,18 +137,17 @@ def test_a_slow_load_is_in_its_bucket_and_a_number_that_a_tier_has_not_is_left_o
     counts = [0] * (len(LOAD_SECONDS) + 1)
     counts[LOAD_SECONDS.index(0.3)], counts[-1] = 2, 1
     collector, registry = _collecting(Clock())
-    tiers = {"cpu": {"load_counts": counts, "load_seconds": 40.5}, "disk": {"hits": 1, "new": {"x": 1}}, "source": {}}
+    tiers = {"cpu": {"load_counts": counts, "load_seconds": 40.5}, "disk": {"hits": 1, "new": {"x": 1}}}
     collector.update([{"rank": 3, "tiers": tiers}])
-    text, cpu = generate_latest(registry).decode(), {"tier": "cpu", "rank": "3"}
-    found = [value(text, "load_seconds_bucket", le=le, **cpu) for le in ("0.1", "0.3", "30.0", "+Inf")]
-    assert (found, value(text, "load_seconds_sum", **cpu)) == ([0, 2, 2, 3], 40.5)
+    text = generate_latest(registry).decode()
+    found = [value(text, "load_seconds_bucket", le=le, tier="cpu", rank="3") for le in ("0.1", "0.3", "30.0", "+Inf")]
+    assert found == [0, 2, 2, 3]
     assert _values(text, "hits_total", "misses_total", tier="disk", rank="3") == [1, None]
-    assert "new" not in text
 
 
 @pytest.mark.parametrize(
     "wrong",
-    [[{}], [{"rank": 0, "tiers": {"cpu": {"hits": "x"}}}], [{"rank": 0, "tiers": {"cpu": {"load_counts": [1]}}}], 5],
+    [[{}], [{"rank": 0, "tiers": {"cpu": {"hits": "x"}}}], 5],
 )
 def test_a_status_that_cannot_be_read_leaves_the_last_numbers_which_grow_old(wrong):
     clock = Clock()
@@ -185,14 +157,11 @@ def test_a_status_that_cannot_be_read_leaves_the_last_numbers_which_grow_old(wro
         text = generate_latest(registry).decode()
         return [value(text, "served_cartridges", rank="0"), value(text, "status_age_seconds")]
 
-    assert told() == [None, None]
     collector.update([{"rank": 0, "served": 1, "tiers": {}}])
     clock.move(2.5)
     with pytest.raises((KeyError, TypeError, ValueError)):
         collector.update(wrong)
     assert told() == [1, 2.5]
-    collector.update([])
-    assert told() == [None, 0]
 
 
 def test_workers_that_do_not_answer_cost_their_numbers_only(watched, monkeypatch):
@@ -201,9 +170,9 @@ def test_workers_that_do_not_answer_cost_their_numbers_only(watched, monkeypatch
     async def status() -> Any:
         text = generate_latest(watched.registry).decode()
         told.append(value(text, "served_cartridges", rank="0"))
-        if len(told) in (2, 3):
+        if len(told) == 2:
             raise OSError("no worker answers")
-        if len(told) == 5:
+        if len(told) == 4:
             raise asyncio.CancelledError
         watched.make(f"name{len(told)}", seed=len(told))
         return watched.status()
@@ -211,7 +180,7 @@ def test_workers_that_do_not_answer_cost_their_numbers_only(watched, monkeypatch
     monkeypatch.setattr(metrics, "EVERY_S", 0.01)
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(follow(watched.collector, status))
-    assert told == [None, 1, 1, 1, 2], "the last numbers stay"
+    assert told == [None, 1, 1, 2], "the last numbers stay"
 
 
 # Requests.
@@ -234,25 +203,15 @@ def test_requests_are_counted_once_by_how_they_end():
         with pytest.raises(type(error)), requests.request() as ended:
             ended.value = "used"
             raise error
-    with requests.paused(), requests.request() as ended:
-        ended.value = "used"
     assert counted() == {"used": 2, "document": 1, "refused_404": 1, "failed": 1, "abandoned": 1}
 
 
-def test_waits_are_measured_whatever_comes_of_them():
-    registry = CollectorRegistry()
-    requests = RequestMetrics(registry)
-
-    def found(*names: str, **labels: str) -> list[float | None]:
-        return _values(generate_latest(registry).decode(), *names, **labels)
-
+def test_a_wait_is_measured_whatever_comes_of_it():
+    requests = RequestMetrics(registry := CollectorRegistry())
     with pytest.raises(KeyError), requests.wait():
-        time.sleep(0.02)
-        assert found("waiting_requests") == [1]
         raise KeyError
-    assert found("waiting_requests", "request_wait_seconds_count") == [0, 1]
-    assert found("request_wait_seconds_sum")[0] >= 0.02
-    assert found("request_wait_seconds_bucket", le="0.01") == [0]
+    told = generate_latest(registry).decode()
+    assert _values(told, "waiting_requests", "request_wait_seconds_count") == [0, 1]
 
 
 # Several API servers of one engine.
@@ -324,36 +283,18 @@ def test_the_table_of_metrics_is_what_is_exported(watched):
     assert {(name, kind, frozenset(labels), text) for name, kind, labels, text in table} == exported
 
 
-def test_the_dashboard_uses_metrics_that_exist_with_labels_that_they_have(watched):
+def test_the_dashboard_shows_every_metric_and_none_that_there_is_not(watched):
     watched.requests.count("lost_prompts", "error")
     suffixes = {"counter": ["_total"], "gauge": [""], "histogram": ["_bucket", "_sum", "_count"]}
-    exported = {
-        family.name + suffix: {label for sample in family.samples for label in sample.labels} or {"tier", "rank"}
-        for family in _families(watched)
-        for suffix in suffixes[family.type]
-    }
+    exported = {family.name + suffix for family in _families(watched) for suffix in suffixes[family.type]}
     used = set()
-    for target in (target for panel in _panels() for target in panel["targets"]):
-        expression = target["expr"]
+    for expression in (target["expr"] for panel in DASHBOARD["panels"] for target in panel.get("targets", ())):
         names = set(re.findall(PREFIX + r"\w+", expression))
-        assert names and names <= set(exported), expression
+        assert names and names <= exported, expression
         used |= names
-        labels = set.union(*(exported[name] for name in names)) | {"instance"}
-        grouped = {label.strip() for by in re.findall(r"by \(([^)]*)\)", expression) for label in by.split(",")}
-        assert grouped | set(re.findall(r"(\w+)[!=]~?\"", expression)) <= labels, expression
-        assert set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])) <= grouped, "a legend of a label summed away"
         for name in names:
             assert f'{name}{{instance=~"$instance"' in expression, "the choice of server would be ignored"
             counter = name.endswith(("_total", "_bucket", "_count", "_sum"))
             assert (f"rate({name}{{" in expression) == counter, "counters need a rate, gauges none"
     shown, there = ({re.sub("_(bucket|sum|count)$", "", name) for name in names} for names in (used, exported))
     assert there == shown, "a metric that no panel shows"
-
-
-def _panels() -> list[dict[str, Any]]:
-    return [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
-
-
-def test_the_dashboard_goes_into_any_grafana():
-    assert "id" not in DASHBOARD, "an id would be that of another Grafana"
-    assert {panel["datasource"]["uid"] for panel in _panels()} == {"${datasource}"}

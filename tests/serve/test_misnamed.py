@@ -11,12 +11,11 @@ from lmcache_cartridge.serve import misnamed
 READ = ("cartridges",)
 WRONG = [
     "cartridge", "Cartridges", "CARTRIDGES", "cartridge_id", "cartridge_ids", "cartridgeId", "kv_cartridges", "cartrdges",
-    "cartrigdes", "catridges", "catridge", "cartrige", "cartidges", "cartriges", "cart_ridges", "cartridges ", "cardridges",
-    "cartridge_label",
+    "cartrigdes", "catridge", "cartidges", "cart_ridges", "cartridges ", "cardridges",
 ]  # fmt: skip
 PLACES = [
-    "extra_body", "metadata", "vllm_xargs", "extra_args", "sampling_params", "extra_body.extra_body",
-    "sampling_params.extra_args", "sampling_params.extra_args.kv_transfer_params", "extra_body.kv_transfer_params",
+    "metadata", "vllm_xargs", "extra_args", "extra_body.extra_body", "sampling_params.extra_args.kv_transfer_params",
+    "extra_body.kv_transfer_params",
 ]  # fmt: skip
 VLLM = [
     "model", "messages", "prompt", "max_tokens", "temperature", "stream", "stream_options", "tools", "tool_choice", "stop",
@@ -33,12 +32,11 @@ def test_a_slip_is_found_in_the_bytes_and_in_the_fields(name):
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("name", ["cartridges", "cartridge", "cartridge_id"])
-def test_a_field_that_stands_in_another_object_is_found(place, name):
-    fields: Any = {name: ["a"]}
+def test_a_field_that_stands_in_another_object_is_found(place):
+    fields: Any = {"cartridge": ["a"]}
     for part in reversed(place.split(".")):
         fields = {part: fields}
-    assert misnamed.find(fields, READ) == f"{place}.{name}"
+    assert misnamed.find(fields, READ) == f"{place}.cartridge"
 
 
 @pytest.mark.parametrize("field", ["messages", "input"])

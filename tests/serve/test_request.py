@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import sqlite3
-from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +13,7 @@ from making import make_artifact, make_fingerprint
 from waiting import Clock
 
 from lmcache_cartridge.artifact.manifest import Compaction, Manifest, Tokens
-from lmcache_cartridge.engine.contract import ADAPTER, GRANT, TAG, TENANT
+from lmcache_cartridge.engine.contract import ADAPTER, TAG, TENANT
 from lmcache_cartridge.library.manifest_cache import ManifestCache
 from lmcache_cartridge.library.quarantine import Quarantine
 from lmcache_cartridge.library.registry import Registry
@@ -25,7 +22,6 @@ from lmcache_cartridge.serve.request import (
     Reference,
     Refusal,
     Router,
-    read_model,
     read_references,
     without_paths,
 )
@@ -97,18 +93,16 @@ def refused(call: Any, *args: Any, **named: Any) -> tuple[int, str]:
 
 
 WRONG = {
-    "cartridges:": ["a", {"id": "a"}, [], ["a"] * (MAX_CHAIN + 1)],
-    "cartridges.0:": [[5]],
-    "cartridges.0.id:": [[{}], ["x" * (1 << 20)], ["\ud800"]],
+    "cartridges:": ["a", [], ["a"] * (MAX_CHAIN + 1)],
+    "cartridges.0.id:": [["x" * (1 << 20)], ["\ud800"]],
     "cartridges.1.id:": [["a", ""]],
     "cartridges.0.source:": [[{"id": "a", "source": "http"}]],
     "cartridges.0.force_redownload:": [[{"id": "a", "force_redownload": 1}]],
-    "cartridges.0.path:": [[{"id": "a", "path": "/etc"}]],
 }
 STALLING = [
-    (TAG, None), (GRANT, {"must_inject": 0}), (TENANT, "another"), (ADAPTER, "another"), ("lmcache.tag.tenant", ["a"]),
-    ("lmcache.tag.tenant", "a@b%c"), ("lmcache.tag.a%b", "c"), ("lmcache.tag.\ud800", "c"), ("lmcache.skip_save", []),
-    ("lmcache.anything", "x"), ("disagg_spec", {}), ("x" * (1 << 20), 1),
+    (TAG, None), (TENANT, "another"), (ADAPTER, "another"), ("lmcache.tag.tenant", ["a"]), ("lmcache.tag.tenant", "a@b%c"),
+    ("lmcache.tag.a%b", "c"), ("lmcache.tag.\ud800", "c"), ("lmcache.skip_save", []), ("lmcache.anything", "x"),
+    ("x" * (1 << 20), 1),
 ]  # fmt: skip
 
 
@@ -127,15 +121,6 @@ def test_what_is_malformed_stalls_the_engine_or_names_anothers_kv_is_refused_by_
 # What names stand for.
 
 
-@pytest.mark.parametrize(
-    "name", ["nope", "a@2", "a@", "@1", "../a", "a\0", "A", "'; --", "." * 1024, "s3://", "s3://b/../o"]
-)
-def test_an_unknown_name_or_bucket_is_not_found_and_shown_as_it_was_sent(home, name):
-    status, said = home.refused(name)
-    assert (status, repr(name)[1:20] in said, "secret" in said) == (404, True, False)
-    assert len(said) < 200
-
-
 OUTSIDE = {
     "another directory": "{home}/c/a1", "dots": "{root}/../secret-home/c/a1", "dots to the root's sibling": "{root}x",
     "a link out of the root": "{root}/out", "a link to itself": "{root}/loop", "nothing there": "{root}/nope",
@@ -152,15 +137,7 @@ def test_whatever_is_not_under_a_root_is_not_found_be_it_there_or_not(home, case
     path = OUTSIDE[case].format(root=home.root, home=home.settings.home)
     resolver = home.resolver(roots=[] if case == "no roots" else [str(home.root)])
     status, said = refused(resolver.resolve, [Reference(id=path, source="local")])
-    assert (status, said.startswith("no cartridge is at ")) == (404, True)
-    assert str(home.settings.home) not in said.replace(repr(path), "")
-
-
-def test_a_directory_under_a_root_that_is_no_cartridge_is_not_usable_and_no_path_but_the_clients_is_told(home):
-    (home.root / "empty").mkdir()
-    (home.root / "alias").symlink_to(home.root / "empty")
-    status, said = home.refused(str(home.root / "alias"))
-    assert (status, "empty" in said) == (422, False)
+    assert (status, str(home.settings.home) in said.replace(repr(path), "")) == (404, False)
 
 
 @pytest.mark.parametrize("damage", ["manifest", "gone", "ids", "exchanged"])
@@ -198,43 +175,22 @@ def test_what_a_trained_cartridge_of_16_positions_was_made_for(home, compaction,
     assert msgspec.structs.replace(made, provenance=provenance, document=document).company == company
 
 
-def test_a_chain_says_which_of_its_cartridges_were_made_for_less_company(home):
-    names = "a", "trained", "b"
-    assert home.resolve("trained", on_made_alone="error").notice == home.resolve("a", "b").notice == ""
-    notice = "made for fewer than 2 others: trained@1 (0)"
-    assert home.resolve(*names).notice == notice
-    status, said = home.refused(*names, on_made_alone="error")
-    assert (status, notice in said) == (400, True)
+def test_a_chain_of_what_was_made_alone_is_refused_where_that_is_set(home):
+    assert home.resolve("trained", on_made_alone="error").notice == ""
+    status, said = home.refused("a", "trained", "b", on_made_alone="error")
+    assert (status, "made for fewer than 2 others: trained@1 (0)" in said) == (400, True)
 
 
-def test_a_quarantined_trained_cartridge_is_not_usable_unless_its_document_can_take_its_place(home):
-    for name in ("trained", "whole", "a"):
-        home.quarantine.put(home.made[f"{name}@1"].digest, "/secret/path has a wrong checksum")
-    status, said = home.refused("trained")
-    assert (status, "secret" in said) == (422, False)
-    assert home.resolve("whole").document_ids == (7, 8, 9)
-    assert home.resolve("a").must_inject == 0, "its document is computed"
-
-
-@pytest.mark.parametrize("fault", ["gone", "quarantined"])
-def test_an_id_means_an_older_version_while_the_newest_cannot_be_had(home, fault):
+def test_an_id_means_an_older_version_while_the_newest_cannot_be_had(home):
     for version in (2, 3):
         home.make("trained", kind="trained", version=version, promote=version == 3)
     home.registry.label("newest", "trained")
-    broken = home.place("trained", 3)
-    if fault == "gone":
-        broken.rename(broken.with_name("elsewhere"))
-    else:
-        reason = f"{broken}/payload.safetensors: chunk 1 is /secret home/x y/z"
-        home.quarantine.put(home.made["trained@3"].digest, reason)
+    reason = f"{home.place('trained', 3)}/payload.safetensors: chunk 1 is /secret home/x y/z"
+    home.quarantine.put(home.made["trained@3"].digest, reason)
     assert home.resolve("trained").names == "trained@1", "@2 was never promoted"
+    told = "cartridge trained@3 is quarantined: trained@3/payload.safetensors: chunk 1 is z"
     for name in ("trained@3", "newest"):
-        status, said = home.refused(name)
-        assert (status, "secret" in said) == (422, False)
-    if fault == "quarantined":
-        assert said == "cartridge trained@3 is quarantined: trained@3/payload.safetensors: chunk 1 is z"
-    home.quarantine.put(home.made["trained@1"].digest, "bad")
-    assert "bad" not in home.refused("trained")[1], "the newest says why"
+        assert home.refused(name) == (422, told)
 
 
 def test_an_id_means_an_older_version_for_a_moment_after_the_engine_refused_the_newest(home):
@@ -250,31 +206,26 @@ def test_an_id_means_an_older_version_for_a_moment_after_the_engine_refused_the_
     assert resolve(resolver, "trained").names == "trained@2", "the engine is asked again"
 
 
-@pytest.mark.parametrize("by", ["this machine", "another"])
-def test_what_is_pushed_over_a_served_prefix_and_registered_is_served(
-    home, by, s3_credentials, bucket, tmp_path, monkeypatch
+def test_what_is_pushed_over_a_served_prefix_and_registered_elsewhere_is_served(
+    home, s3_credentials, bucket, tmp_path, monkeypatch
 ):
-    """Whoever registers it has read it: here its copy is found, elsewhere this machine has none yet."""
     monkeypatch.setattr("lmcache_cartridge.serve.resolve._REPLACED_S", 0.0)
-    location = f"s3://{bucket}/h"
-    resolver = home.resolver(s3_endpoint_url=s3_credentials.endpoint, buckets=[bucket])
-    directory = home.settings.manifests_dir if by == "this machine" else tmp_path / "elsewhere"
-    copies = ManifestCache(directory, resolver.sources)
+    location, resolver = f"s3://{bucket}/h", home.resolver(s3_endpoint_url=s3_credentials.endpoint)
+    copies = ManifestCache(tmp_path / "elsewhere", resolver.sources)
     for version in (1, 2):
         root = tmp_path / str(version)
         made = make_artifact(root, positions=32, cartridge_id="h", version=version, seed=version)
         for file in root.iterdir():
             s3_credentials.client.upload_file(str(file), bucket, f"h/{file.name}")
         home.registry.register(copies.fetch(location, force=True), location)
-        with pytest.raises(NeedsReading) if by == "another" else nullcontext():
+        with pytest.raises(NeedsReading):
             resolver.resolve([Reference(id="h")], {})
         assert resolve(resolver, "h").tag == made.manifest.digest
         assert resolver.resolve([Reference(id="h")], {}).names == f"h@{version}"
     assert refused(resolve, resolver, "h@1")[0] == 422
 
 
-@pytest.mark.parametrize("file", ["manifest.json", "token_ids.npy"])
-def test_a_damaged_copy_of_what_lies_on_s3_is_made_again(home, file, s3_credentials, bucket, tmp_path, monkeypatch):
+def test_a_damaged_copy_of_what_lies_on_s3_is_made_again(home, s3_credentials, bucket, tmp_path, monkeypatch):
     monkeypatch.setattr("lmcache_cartridge.serve.resolve._REPLACED_S", 0.0)
     resolver, location = home.resolver(s3_endpoint_url=s3_credentials.endpoint), f"s3://{bucket}/h"
     make_artifact(tmp_path / "h", positions=80, cartridge_id="h", seed=3)
@@ -284,7 +235,7 @@ def test_a_damaged_copy_of_what_lies_on_s3_is_made_again(home, file, s3_credenti
     home.registry.register(copy, location)
     before = resolve(resolver, "h")
     for _ in range(2):
-        os.truncate(copy / file, 100)
+        os.truncate(copy / "token_ids.npy", 100)
         assert resolve(resolver, "h").token_ids == before.token_ids
 
 
@@ -301,17 +252,10 @@ def test_a_reason_has_no_directories(reason, shown):
     assert without_paths(reason, {"/srv/k: v/h": "h@1", "/srv/k: v/h/copy": "copy of h@1"}) == shown
 
 
-@pytest.mark.parametrize("damage", ["corrupt", "no text"])
-def test_what_was_found_is_served_on_while_the_registry_cannot_be_read(home, damage):
+def test_what_was_found_is_served_on_while_the_registry_cannot_be_read(home):
     resolver, path = home.resolver(), home.settings.registry_path
     before, kept = resolve(resolver, "a"), path.read_bytes()
-    if damage == "corrupt":
-        path.write_bytes(b"no database at all" * 999)
-    else:
-        with closing(sqlite3.connect(path)) as db:
-            db.execute("UPDATE cartridges SET location = CAST(x'ff41' AS TEXT)")
-            db.commit()
-            db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    path.write_bytes(b"no database at all" * 999)
     assert resolve(resolver, "a") == before
     with pytest.raises(Refusal) as caught:
         resolve(resolver, "b")
@@ -339,12 +283,6 @@ def test_a_trained_one_behind_tokens_is_computed_from_its_document_where_that_is
     assert (status, "trained@1 has no text" in said) == (422, True)
 
 
-def test_what_is_computed_behind_tokens_is_of_their_model(home):
-    home.make("other", fingerprint=make_fingerprint(layers=5))
-    assert home.refused("text", "other")[0] == 409
-    assert home.resolve("other", "text").tag is not None, "the engine says so of what is injected"
-
-
 # What a selection is bound to.
 
 
@@ -354,11 +292,7 @@ def test_documents_stand_where_every_part_has_one_and_the_last_trained_one_ends_
     assert (mixed.document_ids, mixed.must_inject) == (a + (7, 8, 9) + b, 48)
     assert home.resolve("a", "trained").document_ids is None
     replaced = home.resolve("a", "text")
-    told = "a@1;positions=32;injected=0;served=document, text@1;positions=16;injected=0;served=tokens"
-    assert (replaced.document_ids, replaced.replaced) == (a + text, told)
-    assert replaced.used(20) == "a@1;positions=32;injected=20, text@1;positions=16;injected=0;served=tokens"
-    digest = home.made["a@1"].digest
-    assert (replaced.tag, [*replaced.located], replaced.positions) == (digest, [digest], 32), (
+    assert (replaced.document_ids, replaced.tag, replaced.positions) == (a + text, home.made["a@1"].digest, 32), (
         "of what is injected alone"
     )
 
@@ -373,21 +307,11 @@ def test_a_chain_of_llama4_ends_where_its_attention_depends_on_the_engine(home):
     assert home.refused("long", "more") == (422, told)
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (None, "has no rotary embedding"),
-        ({"layers": ()}, "has no rotary embedding"),
-        ({"layers": None}, "not known which layers"),
-        ({"pairing": None}, "not known which dimensions"),
-    ],
-)
-def test_a_cartridge_whose_keys_cannot_be_moved_stands_first_or_is_refused(home, change, reason):
-    ropes = () if change is None else (msgspec.structs.replace(SHAPE.rope[0], **change),)
-    home.make("still", kind="trained", fingerprint=msgspec.structs.replace(SHAPE, rope=ropes))
+@pytest.mark.parametrize("rope", [(), (msgspec.structs.replace(SHAPE.rope[0], layers=None),)])
+def test_a_cartridge_whose_keys_cannot_be_moved_stands_first_or_is_refused(home, rope):
+    home.make("still", fingerprint=msgspec.structs.replace(SHAPE, rope=rope))
     assert home.resolve("still", "a").names == "still@1, a@1"
-    status, said = home.refused("a", "still")
-    assert (status, said[:8], reason in said) == (422, "still@1 ", True)
+    assert home.refused("a", "still")[0] == 422
 
 
 def test_the_salt_differs_for_every_chain_order_content_and_client_salt(home):
@@ -401,83 +325,16 @@ def test_the_salt_differs_for_every_chain_order_content_and_client_salt(home):
 # Routers.
 
 
-CHAINS = {"both": ["a", "b"], "one": ["c"]}
-LABEL, STATIC = {"router": "label", "label_field": "tenant"}, {"router": "static", "composites": CHAINS}
-KEYED = STATIC | {
-    "static": {f"key:{hashlib.sha256(b'sk-1').hexdigest()}": "for-key", "model:m": "for-model", "*": "both"}
-}
-
-
 @pytest.mark.parametrize(
-    ("values", "fields", "model", "key", "chosen"),
+    ("values", "fields", "status"),
     [
-        ({"composites": CHAINS}, {"cartridges": ["x", "both", "one"]}, None, None, ["x", "a", "b", "c"]),
-        ({"composites": {"/p": ["a"]}}, {"cartridges": ["/p"]}, None, None, ["/p"]),  # a path is no composite
-        (LABEL, {"tenant": "x", "cartridges": ["named"]}, None, None, ["named"]),  # what the request names comes first
-        (KEYED, {}, "m", "sk-1", ["for-key"]),
-        (KEYED, {}, "m", "sk-2", ["for-model"]),
-        (KEYED, {}, "n", None, ["a", "b"]),
-        (STATIC | {"static": {"model:m": "x"}}, {}, "n", None, []),
+        ({"composites": {"many": ["a"] * 16}}, {"cartridges": ["many", "b"]}, 400),
+        ({"router": "composite"}, {"cartridge_label": "a"}, 404),
+        *(({"router": "label"}, {"cartridge_label": label}, 400) for label in ("", "x" * 129, 5, "\ud800", "a\nb")),
     ],
 )
-def test_each_router_chooses_by_its_own_and_what_the_request_names_comes_first(values, fields, model, key, chosen):
-    assert [one.id for one in Router(from_mapping(values)).choose(fields, None, model, key)] == chosen
-
-
-@pytest.mark.parametrize(
-    ("values", "fields", "status", "told"),
-    [
-        ({"composites": {"many": ["a"] * 16}}, {"cartridges": ["many", "b"]}, 400, "17"),
-        ({"router": "composite"}, {"cartridge_label": "a"}, 404, "'a'"),
-        *(({"router": "label"}, {"cartridge_label": label}, 400, "cartridge_label must be")
-          for label in ("", "x" * 129, 5, "\ud800", "a\nb")),
-    ],
-)  # fmt: skip
-def test_a_chain_too_long_by_composites_and_a_label_that_is_none_are_refused(values, fields, status, told):
-    found, said = refused(Router(from_mapping(values)).choose, fields, None, None, None)
-    assert (found, told in said) == (status, True)
-
-
-# Cartridges in `model`.
-
-
-@pytest.mark.parametrize(
-    ("model", "ids"),
-    [("m", ()), ("m:7b", ()), ("m:7b:a", ("a",)), ("m:a@2, b", ("a@2", "b")), ("bot", ("x", "y")), ("mm:a", ()),
-     ("m:s3://b/k", ("s3://b/k",)), ("other:a", ()), (None, ()), ("m:bot", ("bot",))],
-)  # fmt: skip
-def test_a_model_name_may_name_cartridges(model, ids):
-    assert read_model(model, ("m", "m:7b"), {"bot": ["x", "y"], "m": ["never"]}) == ids
-
-
-@pytest.mark.parametrize("model", ["m:", "m:a,", "m:a b", "m:\ud800", "m:" + ",".join("a" * 17)])
-def test_a_model_name_that_names_cartridges_wrong_is_refused(model):
-    assert refused(read_model, model, ("m",), {})[0] == 400
-
-
-@pytest.mark.parametrize(
-    ("named", "model", "header"),
-    [(["b"], "m:a", ()), (["a", "b"], "m:a", ()), (None, "m:a", ("b",)), (["a"], "m", ("b",))],
-)
-def test_ways_of_naming_that_contradict_each_other_are_refused(named, model, header):
-    router = Router(from_mapping({}))
-    router.models = ("m",)
-    assert refused(router.choose, {"cartridges": named}, None, model, None, header)[0] == 400
-    [same] = router.choose({"cartridges": ["a"]}, None, "m:a", None, ("a",))
-    assert same.id == "a"
-
-
-def test_ids_that_the_engine_cannot_use_are_not_read(home):
-    home.make("huge", 128)
-    (home.place("huge") / "token_ids.npy").unlink()
-    resolver = home.resolver()
-    assert refused(resolve, resolver, "huge")[0] == 422, "the ids are looked for"
-    resolver.context = 128
-    told = "huge@1 has 128 positions, which leave nothing of the context of 128"
-    assert refused(resolve, resolver, "huge") == (400, told)
-    resolver.model = msgspec.structs.replace(SHAPE, layers=4)
-    status, said = refused(resolve, resolver, "huge")
-    assert (status, "made for another model" in said) == (409, True)
+def test_a_chain_too_long_by_composites_and_a_label_that_is_none_are_refused(values, fields, status):
+    assert refused(Router(from_mapping(values)).choose, fields, None, None, None)[0] == status
 
 
 def test_a_document_that_is_longer_than_the_context_is_not_read(home):
