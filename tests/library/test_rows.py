@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 import threading
@@ -19,7 +18,6 @@ from waiting import run_threads, until
 
 from lmcache_cartridge.artifact import reading
 from lmcache_cartridge.artifact.cartridge import Place
-from lmcache_cartridge.artifact.reading import MANIFEST
 from lmcache_cartridge.library import entries
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.library.rows import Row
@@ -101,20 +99,6 @@ def test_what_is_made_for_others_is_refused_at_every_start(home, opened):
     assert sorted(opened(allow_trained=True).names()) == ["good@1", "trained@1"], "another engine took its word"
 
 
-def test_manifests_of_what_is_used_stay_and_of_others_are_read_again(home, opened, reads, monkeypatch):
-    monkeypatch.setattr(entries, "_MAX_MANIFESTS", 2)
-    _make(home, "abc")
-    _start_once(home, opened)
-    store = opened()
-    reads.clear()
-    for name in "abaca":
-        home.check_served(store, name)
-        store.evict(home.made[name].digest)
-    assert reads == [home.root(name) for name in "abc"]
-    home.check_served(store, "b")
-    assert reads[3:] == [home.root("b")]
-
-
 # Another engine, another registry.
 
 
@@ -137,11 +121,10 @@ def test_rows_of_another_engine_or_registry_are_not_taken(home, opened, reads, m
     assert store.lookup(list(hasher(make_ids(64, 0)))) == made.manifest.positions // chunk
 
 
-@pytest.mark.parametrize("copy", ["this one", ""])
-def test_what_was_quarantined_since_is_not_served(home, opened, copy):
+def test_what_was_quarantined_since_is_not_served(home, opened):
     made = home.make()
     _start_once(home, opened)
-    home.quarantine.put(made.digest, "corrupt", copy and str(home.root()))
+    home.quarantine.put(made.digest, "corrupt", str(home.root()))
     store = opened()
     assert (store.names(), store.refused()) == ([], {"doc@1": "quarantined: corrupt"})
     assert store.lookup(home.prompt().hashes) == 0
@@ -158,7 +141,6 @@ def _replace(home: Home) -> None:
 _DAMAGE: dict[str, tuple[Callable[[Home], None], str]] = {
     "replaced": (_replace, "was replaced after it was registered"),
     "gone": (lambda home: shutil.rmtree(home.root()), "is this the directory of a cartridge"),
-    "another manifest": (lambda home: (home.root() / MANIFEST).write_text("{}"), "not a cartridge manifest"),
     "payload cut short": (lambda home: os.truncate(home.payload(), 5000), "has 5000 bytes"),
     "other token ids": (lambda home: flip_bit(home.root() / "token_ids.npy", 200), "do not have the digest"),
 }
@@ -208,15 +190,11 @@ def _swap(field: str) -> Callable[[list[Row]], list[Row]]:
 
 _WRONG: dict[str, Callable[[list[Row]], list[Row]]] = {
     "hashes of each other": _swap("hashes"),
-    "hashes of nothing": _each(lambda row: {"hashes": bytes(len(row.hashes))}),
     "hashes in another order": _each(lambda row: {"hashes": row.hashes[8:16] + row.hashes[:8] + row.hashes[16:]}),
-    "another length": _each(lambda row: {"positions": 79}),
     "another kind": _each(lambda row: {"kind": "prefill" if row.kind == "trained" else "trained"}),
     "tokens only": _each(lambda row: {"kind": "tokens", "hashes": b""}),
-    "fewer hashes": _each(lambda row: {"hashes": row.hashes[:-8]}),
     "odd hashes": _each(lambda row: {"hashes": row.hashes[:-3]}),
     "each other's places": _swap("location"),
-    "each other's digests": _swap("digest"),
 }
 
 
@@ -248,18 +226,10 @@ def test_rows_that_are_wrong_cost_a_miss_at_most_and_never_an_answer(home, opene
         assert each.lookup(prompts["t"].hashes) == 0
 
 
-_BROKEN: dict[str, Callable[[Path], object]] = {
-    "deleted": Path.unlink,
-    "a byte short": lambda path: os.truncate(path, path.stat().st_size - 1),
-    "a bit of its head": lambda path: flip_bit(path, 0),
-    "rows of another form": lambda path: path.write_bytes(msgspec.msgpack.encode([(1, 2)])),
-}
-
-
-@pytest.mark.parametrize("how", _BROKEN)
-def test_a_broken_file_is_as_none_and_is_made_again(home, opened, reads, how):
+@pytest.mark.parametrize("spoil", [Path.unlink, lambda path: os.truncate(path, path.stat().st_size - 1)])
+def test_a_broken_file_is_as_none_and_is_made_again(home, opened, reads, spoil):
     home.make()
-    _BROKEN[how](_start_once(home, opened))
+    spoil(_start_once(home, opened))
     for expected in ([home.root()], []):
         reads.clear()
         store = opened()
@@ -268,36 +238,12 @@ def test_a_broken_file_is_as_none_and_is_made_again(home, opened, reads, how):
         store.close()
 
 
-@pytest.mark.parametrize("where", ["index", "cache"])
-def test_where_no_rows_can_be_written_everything_is_served_all_the_same_and_that_is_said_once(
-    home, opened, caplog, where
-):
+def test_where_no_rows_can_be_written_everything_is_served_all_the_same_and_that_is_said(home, opened, caplog):
     home.make()
-    path = home.path / "cache" / ("index" if where == "index" else "")
-    path.parent.mkdir(exist_ok=True)
-    path.write_text("not a directory")
-    with caplog.at_level(logging.WARNING, "lmcache_cartridge.library.rows"):
-        store = opened()
-        home.check_served(store)
-        home.make("more", seed=1)
-        store.refresh()
-        until(lambda: caplog.records)
-        store.close()
-    assert ["cannot be written" in record.getMessage() for record in caplog.records] == [True]
-
-
-def test_what_nobody_reads_any_more_is_removed(home, opened):
-    made = home.make()
-    old = home.path / "cache" / "index" / "old.rows"
-    old.parent.mkdir(parents=True)
-    old.touch()
-    os.utime(old, (0, 0))
-    file = _start_once(home, opened)
-    assert not old.exists()
-    os.utime(file, (0, 0))
-    opened()
-    assert file.stat().st_mtime > 0
-    assert [row.digest for row in _recalled(file)] == [made.digest]
+    (home.path / "cache").write_text("not a directory")
+    store = opened()
+    home.check_served(store)
+    until(lambda: "cannot be written" in caplog.text)
 
 
 # The first start.
@@ -308,7 +254,7 @@ def test_what_a_start_has_no_time_for_is_read_in_the_background_and_can_be_claim
     _make(home, "ab")
     monkeypatch.setattr(entries.Entries, "_begin", lambda self, one: Future())
     store = opened()
-    assert (store.names(), store.refused()) == ([], {})
+    assert store.names() == []
     digest = home.made["b"].digest
     claim = claimed(store, digest, {digest: Place(home.root("b"), str(home.root("b")))})
     claim.close()
@@ -351,7 +297,7 @@ def test_what_was_removed_or_given_other_content_while_it_was_read_is_not_served
 def test_a_manifest_that_hangs_when_it_is_read_again_holds_up_no_other(home, opened, monkeypatch):
     """As on a mount whose server is away."""
     monkeypatch.setattr(entries, "_MAX_MANIFESTS", 1)
-    made = [home.make(f"n{number}", positions=16, seed=number) for number in range(24)]
+    made = [home.make(f"n{number}", positions=16, seed=number) for number in range(8)]
     catalog, read, back = catalog_of(opened()), reading._read_at_most, threading.Event()
 
     def hang(path: Path, limit: int) -> bytes:
@@ -361,40 +307,11 @@ def test_a_manifest_that_hangs_when_it_is_read_again_holds_up_no_other(home, ope
     catalog.segments(made[1].digest)  # the only place is its own
     monkeypatch.setattr(reading, "_read_at_most", hang)
     found: list[int] = []
-    hung = [
-        threading.Thread(target=lambda: found.append(len(catalog.segments(made[0].digest))), daemon=True)
-        for _ in range(5)  # more than there are threads that read
-    ]
-    for thread in hung:
-        thread.start()
+    for _ in range(5):  # more than there are threads that read
+        threading.Thread(target=lambda: found.append(len(catalog.segments(made[0].digest))), daemon=True).start()
     try:
         run_threads(1, lambda _: [catalog.segments(one.digest) for one in made[1:]], timeout_s=30)
         assert found == []
     finally:
         back.set()
-    for thread in hung:
-        thread.join(30)
-    assert found == [1] * 5
-
-
-def test_what_cannot_be_read_is_tried_again_less_and_less_often_with_one_complaint(home, opened, clock, reads, caplog):
-    home.make()
-    away = home.root().rename(home.path / "away")
-    reads.clear()
-    first, longest = entries._RETRY_S, entries._LONGEST_RETRY_S
-    with caplog.at_level(logging.WARNING, "lmcache_cartridge.library.entries"):
-        store = opened()
-        assert reads == [home.root()]
-        waits = ((first - 1, 1), (1, 2), (first, 2), (first, 3), (longest, 4), (longest, 5), (longest - 1, 5))
-        for after_s, tries in waits:
-            clock.now += after_s
-            store.refresh()
-            until(lambda tries=tries: len(reads) == tries and not catalog_of(store)._reads._running)
-            assert list(store.refused()) == ["doc@1"]
-    assert len(caplog.records) == 1
-    away.rename(home.root())
-    clock.now += 1
-    store.refresh()
-    until(lambda: store.names() == ["doc@1"])
-    assert store.refused() == {}
-    home.check_served(store)
+    until(lambda: found == [1] * 5)

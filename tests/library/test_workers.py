@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 
 import pytest
 from waiting import Clock, until
@@ -96,36 +96,3 @@ def test_what_shares_a_group_with_a_stalled_job_runs_after_it_though_its_thread_
     until(lambda: _threads("replaced") == 1)  # the other had nothing to do
     hang.go.set()
     assert same.result(30) == "same"
-
-
-def test_one_a_group_runs_one_after_the_other(hang):
-    workers = Workers("test", 4, one_a_group=True)
-    _hung(workers, hang, "x", "y")
-    behind = workers.submit("b", lambda: "b", ["y", "z"])
-    assert workers.submit("c", lambda: "c", ["z"]).result(30) == "c"
-    assert not behind.done()
-    hang.go.set()
-    assert behind.result(30) == "b"
-
-
-def test_what_nobody_began_is_taken_back(hang):
-    workers, done = Workers("test", 1), []
-    hung = _hung(workers, hang)
-    waiting = [workers.submit(number, lambda: done.append(1)) for number in range(3)]
-    assert (waiting[0].cancel(), waiting[1].cancel(), hung.cancel()) == (True, True, False)
-    again = workers.submit(1, lambda: "again")
-    hang.go.set()
-    assert (again.result(30), waiting[2].result(30), done) == ("again", None, [1])
-
-
-def test_closing_drops_what_waits_and_waits_for_no_more_than_it_is_told(hang):
-    workers = Workers("closing", 1)
-    _hung(workers, hang)
-    waiting = workers.submit("waits", lambda: 1)
-    workers.close(0.01)
-    for future in (waiting, workers.submit("late", lambda: 1)):
-        with pytest.raises(CancelledError):
-            future.result(30)
-    hang.go.set()
-    workers.close(30)
-    assert _threads("closing") == 0
