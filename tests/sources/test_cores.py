@@ -6,15 +6,12 @@ import os
 import subprocess
 import sys
 
-import pytest
 import torch
 from chunks import one_by_one
 from waiting import run_threads
 
 from lmcache_cartridge.library.index import ChunkKey
-from lmcache_cartridge.library.workers import Workers
 from lmcache_cartridge.memory.tier import MemoryTier
-from lmcache_cartridge.sources.cores import use_all_cores
 
 CORES = os.sched_getaffinity(0)
 BOUND = """
@@ -35,17 +32,10 @@ def _load(found: list[set[int]]) -> None:
     tier.close()
 
 
-def _fetch(found: list[set[int]]) -> None:
-    threads = Workers("s3", 1, begin=use_all_cores)
-    found.append(threads.submit(0, lambda: os.sched_getaffinity(0)).result(20))
-    threads.close(20)
-
-
-@pytest.mark.parametrize("work", [_load, _fetch])
-def test_a_thread_that_loads_runs_on_every_core(work):
+def test_a_thread_that_loads_runs_on_every_core():
     """Also where the thread that begins it is bound to one, as vLLM binds the main thread of its CPU workers."""
     found: list[set[int]] = []
-    run_threads(1, lambda _: (os.sched_setaffinity(0, {min(CORES)}), work(found)))
+    run_threads(1, lambda _: (os.sched_setaffinity(0, {min(CORES)}), _load(found)))
     assert found == [CORES]
 
 

