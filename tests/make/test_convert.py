@@ -19,7 +19,6 @@ from safetensors.torch import load_file, save_file
 from serving import stored_kv
 from wards import prefill
 
-from lmcache_cartridge import __version__
 from lmcache_cartridge.artifact import reading
 from lmcache_cartridge.artifact.manifest import Origin
 from lmcache_cartridge.cli.recall import MODEL_DIR, load_sheet
@@ -47,32 +46,27 @@ def _pairs(kv: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return list(zip(*foreign.htd(kv), strict=True))
 
 
-FORMS: dict[str, tuple[str, Callable[[torch.Tensor, Path], Path]]] = {
-    "peft cartridge": ("PEFT CARTRIDGE adapter", lambda kv, p: foreign.peft_adapter(kv, p / "a")),
-    "peft cartridge, .bin": ("PEFT CARTRIDGE adapter", lambda kv, p: foreign.peft_adapter(kv, p / "a", safe=False)),
-    "hazy, fixed": ("HazyResearch checkpoint, fixed_keys", lambda kv, p: foreign.hazy(kv, p / "a.pt", prefix="fixed")),
-    "hazy, frozen": ("HazyResearch checkpoint, frozen_keys", lambda kv, p: foreign.hazy(kv, p / "a.pt")),
+FORMS: dict[str, Callable[[torch.Tensor, Path], Path]] = {
+    "peft cartridge, .bin": lambda kv, p: foreign.peft_adapter(kv, p / "a", safe=False),
+    "hazy, fixed": lambda kv, p: foreign.hazy(kv, p / "a.pt", prefix="fixed"),
+    "hazy, frozen": lambda kv, p: foreign.hazy(kv, p / "a.pt"),
     # As many frozen positions as heads: that tensor alone fits two readings, the trainable ones tell.
-    "hazy, two frozen": ("HazyResearch checkpoint, frozen_keys", lambda kv, p: foreign.hazy(kv, p / "a.pt", frozen=2)),
-    "hazy, nothing frozen": (
-        "HazyResearch checkpoint, nothing frozen", lambda kv, p: foreign.hazy(kv, p / "a.pt", frozen=0)),
-    "knlp, frozen is None": (
-        "HazyResearch checkpoint, nothing frozen", lambda kv, p: foreign.hazy(kv, p / "a.pt", frozen=0, plain=True)),
-    "pairs": ("list of (K, V), one a layer", lambda kv, p: foreign.pairs(kv, p / "a.pt")),
-    "pairs in dicts": ("list of (K, V), one a layer", lambda kv, p: foreign.pairs(kv, p / "a.pt", names=("k", "v"))),
-    "pairs without batch axis": ("list of (K, V), one a layer", lambda kv, p: _saved(p, [(k[0], v[0]) for k, v in _pairs(kv)])),
-    "a directory": ("list of (K, V), one a layer", lambda kv, p: foreign.pairs(kv, p / "cartridge.pt").parent),
-    "flat": ("layers.N.attention.prefix tensors", lambda kv, p: _saved(p, foreign.flat(kv))),
-    "fork": ("{token_ids, kv_cache, metadata}", lambda kv, p: _saved(p, {"token_ids": None, "kv_cache": foreign.flat(kv), "metadata": {"model": "recall"}})),
+    "hazy, two frozen": lambda kv, p: foreign.hazy(kv, p / "a.pt", frozen=2),
+    "hazy, nothing frozen": lambda kv, p: foreign.hazy(kv, p / "a.pt", frozen=0),
+    "knlp, frozen is None": lambda kv, p: foreign.hazy(kv, p / "a.pt", frozen=0, plain=True),
+    "pairs in dicts": lambda kv, p: foreign.pairs(kv, p / "a.pt", names=("k", "v")),
+    "pairs without batch axis": lambda kv, p: _saved(p, [(k[0], v[0]) for k, v in _pairs(kv)]),
+    "a directory of pairs": lambda kv, p: foreign.pairs(kv, p / "cartridge.pt").parent,
+    "flat": lambda kv, p: _saved(p, foreign.flat(kv)),
+    "fork": lambda kv, p: _saved(p, {"token_ids": None, "kv_cache": foreign.flat(kv), "metadata": {"model": "recall"}}),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FORMS)
 def test_a_format_is_recognised_and_its_kv_written_bit_for_bit(model, tmp_path, name):
-    form, make = FORMS[name]
     kv = foreign.random_kv(P)
-    done = bring(model, make(kv, tmp_path), tmp_path / "out")
-    assert (done.form, done.manifest.kind, done.manifest.positions) == (form, "trained", P)
+    done = bring(model, FORMS[name](kv, tmp_path), tmp_path / "out")
+    assert (done.manifest.kind, done.manifest.positions) == ("trained", P)
     assert torch.equal(stored_kv(tmp_path / "out"), kv)
     assert list(reading.verify(tmp_path / "out"))
     assert not list(tmp_path.glob("*.partial"))
@@ -81,8 +75,7 @@ def test_a_format_is_recognised_and_its_kv_written_bit_for_bit(model, tmp_path, 
 def test_no_special_added_or_mark_like_token_is_ordinary():
     model = CausalModel(str(MODEL_DIR))
     before = set(model.ordinary_ids().tolist())
-    left_out = model.tokenizer.convert_ids_to_tokens(sorted({*range(640)} - before))
-    assert set(left_out) == {"<s>", "</s>", "<pad>", "<unk>"}
+    assert not before & {*model.tokenizer.all_special_ids}
     special, added = sorted(before)[100:102]
     model.tokenizer.add_special_tokens({"pad_token": model.tokenizer.convert_ids_to_tokens(special)})
     model.tokenizer.add_tokens([model.tokenizer.convert_ids_to_tokens(added), "<tool>", "beyond the vocabulary"])
@@ -165,8 +158,8 @@ def _nan(path: Path) -> Path:
     return foreign.pairs(kv, path / "a.pt")
 
 
-def _ids(path: Path, ids: Any, name: str = "prefix") -> Path:
-    (path / f"{name}_token_ids.json").write_text(json.dumps(ids))
+def _ids(path: Path, ids: list[int]) -> Path:
+    foreign.write_ids(path, ids)
     return _kv(path)
 
 
@@ -196,20 +189,14 @@ REFUSED: list[tuple[Callable[[Path], Path], str]] = [
     (lambda p: _saved(p, [(k.transpose(1, 2), v.transpose(1, 2)) if n else (k, v) for n, (k, v) in enumerate(_pairs(foreign.random_kv(8)))]),
                              r"values of layer 2 have shape \(1, 8, 2, 64\)"),
     (lambda p: foreign.pairs(foreign.random_kv(8192), p / "a.pt"), "8192 tokens; the model's context"),
-    (lambda p: _saved(p, [(torch.ones(1, 2, 0, 64),) * 2] * 3), "KV of no position"),
     (partial(_kv, dtype=torch.int8), "dtype int8; expected bfloat16, float16, float32 or float64"),
     (partial(_kv, dtype=torch.float32), "without rounding.*--round"),
     (_nan, "values of layer 2 at position 17, head 1, element 3: nan is not finite"),
     (lambda p: _ids(p, [5] * 63), "63 token ids for KV of 64 positions"),
     (lambda p: _ids(p, [5] * 63 + [640]), "token id 640 is outside the model's vocabulary of 640"),
-    (lambda p: _ids(p, [5, 1 << 40], "document"), "token id 1099511627776 is outside"),
     (
         lambda p: _hazy(p, lambda c: c.update(fixed_keys=c["frozen_keys"], fixed_values=c["frozen_values"])), "both frozen_keys and fixed_keys"),
-    *((partial(_hazy, change=lambda c, lost=lost: c.pop(lost)), f"{lost.split('_')[0]} {NO_PAIR}")
-       for lost in ("frozen_values", "frozen_keys", "trainable_values")),
-    (lambda p: _hazy(p, lambda c: (c.pop("trainable_keys"), c.pop("trainable_values"))), "frozen_keys and no trainable_keys"),
-    (lambda p: _saved(p, [(torch.ones(1, 2, P, 64),)] * 3), NO_PAIR),
-    (lambda p: _saved(p, {"state_dict": {}, "epoch": 3}), "it has epoch, state_dict, and trainable_keys"),
+    (partial(_hazy, change=lambda c: c.pop("frozen_values")), f"frozen {NO_PAIR}"),
     (
         lambda p: _saved(p, {k: v for k, v in foreign.flat(foreign.random_kv(P)).items() if ".1." not in k}), NO_PAIR),
     (partial(_peft, peft_type="LORA"), "a PEFT adapter of type LORA is no KV"),
@@ -220,14 +207,8 @@ REFUSED: list[tuple[Callable[[Path], Path], str]] = [
     (partial(_peft, num_transformer_submodules=2), "an encoder too"),
     (
         lambda p: _tensors(p, lora_A=torch.ones(2)), "the one tensor prompt_embeddings was expected.*lora_A"),
-    (
-        lambda p: _tensors(p, prompt_embeddings=torch.ones(P, 768, dtype=torch.int32)), "prompt_embeddings was expected"),
     (lambda p: foreign.pairs(foreign.random_kv(P), _kv(p).with_name("b.pt")).parent, "several checkpoints, a.pt, b.pt; name one"),
-    (lambda p: p, "no known format"),
     (lambda p: (p / "manifest.json").write_text("{}") and p, "is a cartridge already.*import"),
-    (lambda p: _peft(p) / "adapter_model.safetensors", "give the directory"),
-    (lambda p: (p / "a.json").write_text('{"token_ids": [1], "kv_cache": [1]}') and p / "a.json", "KV in JSON"),
-    (lambda p: p / "gone.pt", "no such file"),
 ]  # fmt: skip
 
 
@@ -271,13 +252,6 @@ def test_a_value_too_large_for_the_dtype_is_refused_even_with_rounding(tmp_path)
         bring(half, foreign.pairs(kv, tmp_path / "a.pt"), tmp_path / "out", rounding=True)
 
 
-def test_an_engine_of_float32_gets_every_bit(tmp_path):
-    single = CausalModel(str(MODEL_DIR), dtype="float32")
-    kv = foreign.random_kv(P, dtype=torch.float32)
-    assert bring(single, foreign.peft_adapter(kv, tmp_path / "a"), tmp_path / "out").dtype == "float32"
-    assert torch.equal(stored_kv(tmp_path / "out"), kv)
-
-
 # Documents, warnings, chunk sizes, provenance.
 
 
@@ -291,16 +265,8 @@ def test_a_trained_cartridge_carries_the_ids_of_its_document(model, tmp_path, ti
     assert ("on_miss=document cannot help" in str(done.warnings)) == (times == 8)
 
 
-def test_a_document_does_not_go_with_a_prefill_cartridge(model, ids, tmp_path):
-    (tmp_path / "sheet.txt").write_text("words")
-    foreign.write_ids(tmp_path, ids[:P])
-    with pytest.raises(ForeignFormatError, match="leave --document out"):
-        bring(model, foreign.pairs(prefill(model, ids[:P]), tmp_path / "a.pt"), tmp_path / "out",
-              document=tmp_path / "sheet.txt", compare=True)  # fmt: skip
-
-
-@pytest.mark.parametrize("kv", [{"model.layers.0.self_attn.attn": torch.zeros(2, 2, 16, 64)}, "a word"], ids=type)
-def test_beside_a_kv_cache_in_no_known_form_the_token_ids_are_used_and_it_is_said(model, ids, tmp_path, kv):
+def test_beside_a_kv_cache_in_no_known_form_the_token_ids_are_used_and_it_is_said(model, ids, tmp_path):
+    kv = {"model.layers.0.self_attn.attn": torch.zeros(2, 2, 16, 64)}
     done = bring(model, _saved(tmp_path, {"token_ids": ids[:P], "kv_cache": kv, "metadata": {}}), tmp_path / "out")
     assert (done.manifest.kind, done.manifest.positions) == ("tokens", P)
     assert "without its kv_cache, which is in no known form" in done.manifest.provenance.origin.format
@@ -309,8 +275,8 @@ def test_beside_a_kv_cache_in_no_known_form_the_token_ids_are_used_and_it_is_sai
 
 
 @pytest.mark.parametrize("named, kept, warns", [
-    ("Qwen/Qwen3-4B", "Qwen/Qwen3-4B", True), ("somebody/Model", "somebody/Model", False), ("/home/me/secret/llama", "llama", True),
-    ("../secret/llama", "llama", True), ("~/secret/llama", "llama", True), ("llama", "llama", True),
+    ("Qwen/Qwen3-4B", "Qwen/Qwen3-4B", True), ("somebody/Model", "somebody/Model", False),
+    ("/home/me/secret/llama", "llama", True), ("../secret/llama", "llama", True),
 ])  # fmt: skip
 def test_provenance_says_what_was_imported_for_which_model_and_no_path_of_another_machine(
     model, tmp_path, named, kept, warns
@@ -318,9 +284,9 @@ def test_provenance_says_what_was_imported_for_which_model_and_no_path_of_anothe
     path = _peft(tmp_path, base_model_name_or_path=named)
     done = bring(model, path, tmp_path / "out")
     digest = blake3((path / "adapter_model.safetensors").read_bytes()).hexdigest()
-    provenance = done.manifest.provenance
-    assert provenance.origin == Origin("PEFT CARTRIDGE adapter", "adapter_model.safetensors", digest, kept)
-    assert provenance.tool == f"lmcache-cartridge {__version__} import"
+    assert done.manifest.provenance.origin == Origin(
+        "PEFT CARTRIDGE adapter", "adapter_model.safetensors", digest, kept
+    )
     assert ("made for" in str(done.warnings)) == warns
     written = (tmp_path / "out" / "manifest.json").read_text()
     assert "secret" not in written and str(tmp_path) not in written

