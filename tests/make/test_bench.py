@@ -34,7 +34,6 @@ from lmcache_cartridge.make.bench.load import WAYS, not_so
 from lmcache_cartridge.make.bench.places import Place
 from lmcache_cartridge.make.bench.target import Target
 from lmcache_cartridge.make.bench.watch import family, memory_of, on_gpus, pss
-from lmcache_cartridge.make.machine import gpus
 from lmcache_cartridge.make.server import Server
 
 BLOCK, CHUNK, LONGEST = 16, 32, 600
@@ -133,10 +132,6 @@ class Mock(Stub):
 
     def _cached(self, ids: list[int], salt: Any) -> int:
         """Return how many tokens a prefix cache has, and keep these in it."""
-        if self.fault == "one cache for all":
-            salt = None
-        elif self.fault == "no prefix cache":
-            return 0
         blocks = [(salt, tuple(ids[:end])) for end in range(BLOCK, len(ids) + 1, BLOCK)]
         known = next((n for n, block in enumerate(blocks) if block not in self._cache), len(blocks))
         self._cache.update(blocks)
@@ -181,8 +176,8 @@ def bench(tmp_path, monkeypatch, start):
 def refused(tmp_path, capsys):
     """Run the command where it ends at once, and return what it says."""
 
-    def said(*words: str, status: int = 1) -> str:
-        assert main(["bench", "--output", str(tmp_path / "out"), *words]) == status
+    def said(*words: str) -> str:
+        assert main(["bench", "--output", str(tmp_path / "out"), *words]) == 1
         return capsys.readouterr().err
 
     return said
@@ -207,8 +202,6 @@ def test_every_way_is_measured_and_shown(start, bench, capsys):
 @pytest.mark.parametrize(
     "fault, way, told",
     [
-        ("one cache for all", "dense", "that is not dense"),
-        ("no prefix cache", "prefix", "vLLM's prefix cache had 0"),
         ("injects a part", "cold", "its connector brought 32"),
         ("never resident", "warm", "was not in memory before"),
     ],
@@ -222,7 +215,7 @@ def test_a_run_that_is_none_of_its_way_is_in_no_figure(bench, fault, way, told):
 
 @pytest.mark.parametrize("way, cached, is_so", [
     ("dense", (16, 0), False), ("dense", (0, 16), False), ("prefix", (64, 0), False), ("prefix", (0, 128), False), ("warm", (0, 128), True),
-    ("warm", (16, 128), False), ("warm", (0, 64), False), ("cold", (0, 140), True), ("cold", (0, 141), False),
+    ("warm", (16, 128), False), ("cold", (0, 140), True), ("cold", (0, 141), False),
 ])  # fmt: skip
 def test_the_counters_prove_a_way(way, cached, is_so):
     place = Place(POSITIONS, tuple(range(POSITIONS)), "doc@1", 2)
@@ -282,7 +275,7 @@ def test_a_given_p_means_the_cartridge_of_this_length_and_what_is_longer_than_th
 
 @pytest.mark.parametrize("options, told", [
     ("", "bench needs --url or --model"), ("--url http://127.0.0.1:9", "127.0.0.1:9"), ("--url http://a:port", "is no URL of a server"),
-    ("--url URL --cartridge nobody", "no route /v1/cartridges"), ("--url URL --model m", "leave out --model"), ("--url URL --vllm=--x", "--vllm excludes --url"),
+    ("--url URL --cartridge nobody", "no route /v1/cartridges"), ("--url URL --vllm=--x", "--vllm excludes --url"),
 ])  # fmt: skip
 def test_what_cannot_be_measured_ends_in_a_line(start, tmp_path, refused, options, told):
     assert told in refused(*options.replace("URL", start(cartridges=False).url).split())
@@ -305,12 +298,6 @@ def test_interrupted_it_reports_what_there_is(start, tmp_path):
     assert "interrupted" in told and "interrupted" in ran.found["stopped"]
     assert 0 < len(ran.found["runs"]) <= 20
     assert "Not whole: interrupted" in ran.page
-
-
-@pytest.mark.parametrize("option", ["--p=abc", "--c=1,-2"])
-def test_what_is_no_list_is_said_so(refused, option):
-    said = refused("--url", "http://127.0.0.1:9", option, status=2)
-    assert f"'{option[4:]}' is no list of numbers from 1 on" in said
 
 
 def test_a_report_that_cannot_be_written_is_known_before_anything_is_asked(start, tmp_path, refused):
@@ -388,9 +375,7 @@ def test_out_of_time_it_returns_what_there_is(bench, monkeypatch):
 def test_room_is_for_what_the_model_can_have():
     token = 1 << 20
     assert room_bytes([256, 32_768], 4096, token) == 3 * 4096 * token
-    assert room_bytes([256, 2048], 4096, token) == 3 * 2048 * token
-    assert room_bytes([2048], None, token) == 3 * 2048 * token
-    assert room_bytes([16], 4096, 1) == 1 << 30
+    assert room_bytes([256, 2048], None, token) == 3 * 2048 * token
 
 
 def test_statistics_are_those_of_the_textbook():
@@ -414,15 +399,12 @@ def test_memory_is_that_of_the_processes_behind_a_port_and_what_is_shared_counts
         assert memory_of(target)[0].startswith(own.name() + ":")
 
 
-def test_gpus_and_their_processes_are_read_as_nvidia_smi_tells_them(tmp_path, monkeypatch):
+def test_processes_on_gpus_are_read_as_nvidia_smi_tells_them(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert gpus("memory.used") == []
+    assert on_gpus() == []
     told = tmp_path / "nvidia-smi"
     told.write_text(
-        '#!/bin/sh\n[ "$1" = --query-gpu=name,memory.used ] && echo "NVIDIA H100, 512" && echo "NVIDIA H100, 7" && exit\n'
-        '[ "$1" = --query-compute-apps=pid,used_memory ] && echo "11, 512" && echo "12, 7" && exit\nexit 1\n'
+        '#!/bin/sh\n[ "$1" = --query-compute-apps=pid,used_memory ] && echo "11, 512" && echo "12, 7" && exit\nexit 1\n'
     )
     told.chmod(0o755)
     assert on_gpus() == [(11, 512 << 20), (12, 7 << 20)]
-    assert gpus("name", "memory.used") == [["NVIDIA H100", "512"], ["NVIDIA H100", "7"]]
-    assert gpus("temperature") == []

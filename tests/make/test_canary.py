@@ -29,10 +29,8 @@ from wards import prefill
 
 from lmcache_cartridge.artifact.canary import FLOOR, NOISES, Asked, Comparison, Expected, ServedCanary, compare
 from lmcache_cartridge.artifact.manifest import decode
-from lmcache_cartridge.artifact.reading import MANIFEST
 from lmcache_cartridge.cli.recall import MODEL_DIR, load_sheet
 from lmcache_cartridge.errors import ManifestError
-from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make import canary as make_canary
 from lmcache_cartridge.make.canary import in_another_layout
 from lmcache_cartridge.make.model import CausalModel
@@ -113,6 +111,8 @@ def rotated(kv: torch.Tensor, model: CausalModel, layers: Iterable[int], offset:
 def damages(kv: torch.Tensor, model: CausalModel) -> Iterator[tuple[str, torch.Tensor]]:
     for chunk in range(kv.shape[2] // CHUNK):
         yield f"chunk {chunk} in another layout", in_another_layout(kv, chunk * CHUNK, CHUNK)
+    for layer in range(kv.shape[1]):
+        yield f"layer {layer} rotated wrongly", rotated(kv, model, [layer])
     for head in range(kv.shape[3]):
         swapped = kv.clone()
         swapped[..., head, :] = kv[..., head - 1, :]
@@ -124,7 +124,6 @@ def damages(kv: torch.Tensor, model: CausalModel) -> Iterator[tuple[str, torch.T
 
 
 def test_an_engine_that_rounds_otherwise_passes(tiny):
-    assert passes(tiny.model, tiny.kv, tiny.canary)
     assert passes(tiny.exact, tiny.kv, tiny.canary)
     for seed in range(10, 13):
         with make_canary.rounding(tiny.model) as again:
@@ -137,19 +136,11 @@ def test_a_canary_made_in_float32_passes_an_engine_in_bfloat16(tiny):
     model.model = tiny.exact.model
     canary = make_canary.make(model, tiny.kv, None, CHUNK, questions=[tiny.ids[100:130]])
     assert passes(tiny.model, tiny.kv, canary)
-    assert not passes(tiny.model, tiny.kv.flip(3), canary)
 
 
 def test_wrong_kv_fails(tiny):
     for engine in (tiny.model, tiny.exact):
         assert [name for name, kv in damages(tiny.kv, tiny.model) if passes(engine, kv, tiny.canary)] == []
-
-
-def test_one_layer_rotated_wrongly_fails(tiny):
-    layers = range(tiny.kv.shape[1])
-    unseen = [n for n in layers if passes(tiny.model, rotated(tiny.kv, tiny.model, [n]), tiny.canary)]
-    assert unseen == []
-    assert tiny.canary.sensitivity > 1
 
 
 def test_a_cartridge_behind_itself_passes_only_if_its_keys_are_rotated_as_the_model_does(tiny):
@@ -163,18 +154,17 @@ def test_a_cartridge_behind_itself_passes_only_if_its_keys_are_rotated_as_the_mo
         assert passes(model, wrong, tiny.canary, behind=True) == (layers == {*known}), layers
 
 
-@pytest.mark.parametrize("tiny", ["llama", "smollm3"], indirect=True)
+@pytest.mark.parametrize("tiny", ["llama"], indirect=True)
 @torch.inference_mode()
 def test_behind_itself_it_is_asked_after_whole_chunks_since_engines_compute_the_rest(tiny):
     model, p = tiny.model, POSITIONS - 24
-    ids, kv = tiny.ids[:p], tiny.kv[:, :, :p]
-    canary = make_canary.make(model, kv, ids, CHUNK, int8=kv)
+    kv = tiny.kv[:, :, :p]
+    canary = make_canary.make(model, kv, tiny.ids[:p], CHUNK, int8=kv)
     reach = 2 * p // CHUNK * CHUNK
     assert canary.behind_positions == make_canary.in_int8(canary).behind_positions == reach < 2 * p
     twice = torch.cat([kv, rotated(kv, model, model.fingerprint.rope[0].layers, p)], dim=2)
     assert passes(model, twice[:, :, :reach], canary, behind=True)
-    assert not passes(model, torch.cat([kv, kv], dim=2)[:, :, :reach], canary, behind=True)
-    short = make_canary.make(model, kv[:, :, :30], ids[:30], CHUNK)
+    short = make_canary.make(model, kv[:, :, :30], tiny.ids[:30], CHUNK)
     assert short.behind and short.behind_positions is None, "for engines with smaller chunks"
 
 
@@ -241,28 +231,9 @@ def test_an_answer_that_is_too_short_or_no_number_does_not_pass(given):
     assert not compare(EXPECTED, *given).passed
 
 
-def test_the_bound_has_a_floor():
-    assert Expected((), (), noise=0.001).bound == FLOOR
-
-
 # In the manifest.
 
 CANARY = ServedCanary((Asked((3, 4), EXPECTED),), 2.0)
-
-
-def test_a_canary_is_no_part_of_the_digest(tmp_path):
-    plain = make_artifact(tmp_path / "a", positions=40).manifest
-    with_canary = msgspec.structs.replace(plain, canary=CANARY)
-    assert decode(with_canary.encode(), "here") == with_canary
-
-
-def test_describe_says_whether_there_is_one(tmp_path, cli):
-    for canary, said in ((None, "none: "), (CANARY, "{'questions': 1, 'in_a_chain': 0, 'sensitivity': 2.0}")):
-        root = tmp_path / said
-        plain = make_artifact(root, positions=40, cartridge_id="new" if canary else "old").manifest
-        (root / MANIFEST).write_bytes(msgspec.structs.replace(plain, canary=canary).encode())
-        Registry(cli.home / "registry.sqlite").register(root)
-        assert str(cli.json("show", plain.id)["canary"]).startswith(said)
 
 
 _ASKED = msgspec.to_builtins(CANARY.after[0])
@@ -275,11 +246,9 @@ def _answered(**answer: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "change",
     [
-        {"after": []}, {"after": [_ASKED] * 5}, {"behind": [_ASKED] * 5}, {"behind": [_answered(tokens=[[1000]] * 2, logprobs=[[-1.0]] * 2)]}, {"behind_positions": 0},
-        *({"after": [{**_ASKED, "question": ids}]} for ids in ([], [1000], [-1], [3] * 65)),
-        *({"after": [_answered(**answer)]} for answer in (
-            {"logprobs": [[-0.1]]}, {"tokens": [], "logprobs": []}, {"tokens": [[]], "logprobs": [[]]}, {"noise": 0}, {"noise": 100},
-        )),
+        {"after": []}, {"behind": [_ASKED] * 5}, {"behind": [_answered(tokens=[[1000]] * 2, logprobs=[[-1.0]] * 2)]},
+        *({"after": [{**_ASKED, "question": ids}]} for ids in ([], [1000], [3] * 65)),
+        *({"after": [_answered(**answer)]} for answer in ({"logprobs": [[-0.1]]}, {"tokens": [[]], "logprobs": [[]]}, {"noise": 100})),
     ],
     ids=str,
 )  # fmt: skip
@@ -289,34 +258,15 @@ def test_a_canary_that_cannot_be_asked_is_refused(tmp_path, change):
         decode(json.dumps(plain | {"canary": msgspec.to_builtins(CANARY) | change}).encode(), "here")
 
 
-def test_a_router_that_answers_two_things_is_rounded_too(tmp_path):
-    """Llama 4's is a matrix product by inheritance, and returns its scores and its logits."""
-    model, ids = CausalModel(str(make_model(tmp_path, TRICKY["llama4"]()))), list(range(5, 25))
-    exact = model.logits(ids, 1)
-    with make_canary.rounding(model) as again:
-        again(1, 1.0)
-        rounded = model.logits(ids, 1)
-    assert 0 < float((rounded - exact).abs().max()) < 0.5
-
-
 @pytest.mark.parametrize("family", TRICKY)
 def test_questions_of_one_row_are_answered_as_if_each_stood_alone(tmp_path, family):
-    """Whatever a family does with positions and masks."""
+    """Whatever a family does with positions, masks and routers."""
     model = CausalModel(str(make_model(tmp_path / "model", TRICKY[family]())), max_model_len=1024, dtype="float32")
     ids = random.Random(family).choices(range(10, 620), k=100)
     kv = prefill(model, ids)
-    damaged = in_another_layout(kv, 80, 16)
-    spans = (slice(3, 15), slice(40, 52), slice(70, 75), slice(20, 51))
-    together = make_canary._greedy(model, kv, [ids[span] for span in spans])
-
-    def alone(kv: torch.Tensor, asked: Asked) -> torch.Tensor:
+    canary = make_canary.make(model, kv, None, 16, questions=[ids[20:51], ids[70:75]])
+    for asked in canary.after:
         best = [row[0] for row in asked.answer.tokens]
-        logits = model.logits_after(kv, [*asked.question, *best[:-1]])[-len(best) :]
-        return logits.log_softmax(-1).gather(1, torch.tensor(asked.answer.tokens))
-
-    moved = make_canary._apart(model, damaged, together)
-    for asked, apart in zip(together, moved, strict=True):
-        expected = torch.tensor(asked.answer.logprobs)
-        assert torch.allclose(alone(kv, asked), expected, atol=2e-3)
-        assert torch.allclose((alone(damaged, asked) - expected).abs(), apart, atol=2e-3)
-    assert max(float(each.mean()) for each in moved) > 0.05, "the KV does not matter"
+        logits = model.logits_after(kv, [*asked.question, *best[:-1]])[-len(best) :].log_softmax(-1)
+        found = logits.gather(1, torch.tensor(asked.answer.tokens))
+        assert torch.allclose(found, torch.tensor(asked.answer.logprobs), atol=2e-3)

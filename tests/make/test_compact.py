@@ -18,11 +18,10 @@ from lmcache_cartridge.artifact.manifest import Manifest
 from lmcache_cartridge.artifact.reading import PAYLOAD
 from lmcache_cartridge.errors import ArtifactError, CanaryFailed, ModelMismatch, UnsupportedModel
 from lmcache_cartridge.make.compact import closed, job, references
-from lmcache_cartridge.make.compact.closed import attended, compacted, rerotated
-from lmcache_cartridge.make.compact.groups import groups
+from lmcache_cartridge.make.compact.closed import compacted, rerotated
 from lmcache_cartridge.make.compact.job import compact, make
-from lmcache_cartridge.make.compact.references import Layer, References, collect
-from lmcache_cartridge.make.compact.wanted import Wanted, references_of, repeated
+from lmcache_cartridge.make.compact.references import References, collect
+from lmcache_cartridge.make.compact.wanted import Wanted, references_of
 from lmcache_cartridge.make.gate import ACCEPT
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.make.payload import read_checked, read_kv
@@ -91,14 +90,6 @@ def test_of_too_many_tokens_those_that_predict_answers_are_kept(sheet, monkeypat
     assert {plane.shape[2] for layer in found.layers for plane in layer} == {answers + 7}
 
 
-def test_an_answer_is_asked_for_and_its_end_is_not(sheet):
-    """What is asked at the end of a question needs no answer."""
-    questions = [Question("ward of Mora?", "7"), Question("blood of Mora?")]
-    asked = references_of(sheet.model, sheet.ids, Wanted(P16, questions))
-    assert references_of(sheet.model, sheet.ids, Wanted(P4, questions)) == [*asked, *repeated(sheet.ids)], "p has room"
-    assert [example.answer for example in asked] == [sheet.model.encode("7", special=False), sheet.model.end_ids[:1]]
-
-
 def test_attention_that_is_no_plain_softmax_is_refused(sheet):
     with pytest.raises(UnsupportedModel, match="sliding_window"), references.listening(sheet.model, lambda *_: None):
         attention = references.AttentionInterface()[references.ATTENTION]
@@ -123,33 +114,6 @@ def test_keys_left_where_they_were_answer_far_worse():
     right = long.exact(rerotated(long.model, kv, len(long.ids)))
     assert right >= 0.97
     assert long.exact(kv) <= right - 0.3
-
-
-def _error(sheet: Sheet, kv: torch.Tensor) -> float:
-    """Return how far the attention output of answer tokens is from the document's, relative, over all layers."""
-    found = 0.0
-    for number, asked in enumerate(sheet.asked.layers):
-        part = Layer(*(plane[:, :, sheet.asked.answers] for plane in asked))
-        keys, values = kv[:, number].transpose(1, 2)
-        found += float((attended(part, keys, values) - part.wanted).norm() / part.wanted.norm())
-    return found
-
-
-@pytest.mark.parametrize("name, instead, times", [
-    ("_fit", lambda head, keys, values, weights: values, 1.03), ("fitted_keys", lambda start, *rest: start, 2),
-], ids=["values", "keys"])  # fmt: skip
-def test_what_is_fitted_beats_the_mean_of_those_it_stands_for(sheet, four, monkeypatch, name, instead, times):
-    monkeypatch.setattr(closed, name, instead)
-    assert times * _error(sheet, four) < _error(sheet, compacted(sheet.kv, sheet.asked, P4))
-
-
-def test_values_that_are_alike_are_one_group_and_what_nobody_looks_at_gives_way():
-    draw = torch.Generator().manual_seed(0)
-    centres, which = torch.randn(5, 4, generator=draw), torch.randint(5, (60,), generator=draw)
-    found = groups(centres[which] + 0.01 * torch.randn(60, 4, generator=draw), torch.ones(60), 5)
-    assert len(set(zip(found.tolist(), which.tolist(), strict=True))) == 5
-    assert sorted(groups(centres, torch.ones(5), 5).tolist()) == [0, 1, 2, 3, 4], "where there is room each is alone"
-    assert len(set(groups(centres, torch.tensor([1.0, 1.0, 1.0, 1e-6, 1e-6]), 3)[:3].tolist())) == 3
 
 
 def test_values_solved_block_by_block_are_as_good(sheet, four, monkeypatch):

