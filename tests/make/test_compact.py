@@ -204,23 +204,6 @@ def home(sheet, tmp_path, cli):
     return Home(cli, document, ("--questions", questions))
 
 
-def test_what_keeps_too_little_is_not_registered_unless_it_is_accepted(home):
-    argv = ("build", *home.document, 16, "--id", "s", "--compact", "32x", "--refine", 0, *home.asked)
-    said = home.cli.refused(*argv)
-    assert "nothing is registered: it answers " in said and "--accept 0." in said
-    assert not (home.cli.home / "cartridges" / "s").exists() and home.cli.json("list") == []
-    shown = home.cli.json(*argv, "--accept", 0.1)
-    assert 0.1 <= shown["measured"]["kept"] == home.read("s")[0].provenance.compaction.measured.kept < 0.8
-
-
-def test_a_model_in_its_own_dtype_refines_too(home):
-    """Whether the steps answer more is another matter, which goes by how a processor rounds bfloat16."""
-    how = ("--compact", "32x", "--refine", 3, "--accept", 0, *home.asked)
-    ran = home.cli("build", *home.document, 16, "--id", "s", *how)
-    assert ran.status == 0 and "validation questions refined" in ran.err
-    assert home.read("s")[0].provenance.compaction.refine in (0, 3)
-
-
 def test_what_was_built_is_compacted_later_and_only_that(sheet, home):
     """What is compacted as it is built answers in served/test_compact_served."""
     cli, of_whole = home.cli, ("build", "--from", "whole", "--model", MODEL)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import pickle
 import shutil
@@ -331,22 +330,3 @@ def test_a_changed_file_is_refused_or_read_as_torch_and_safetensors_read_it(mode
 
     run()
     assert any(is_taken), "this would pass a reader that refuses everything"
-
-
-@FUZZ
-@given(
-    st.recursive(
-        st.none() | st.booleans() | st.integers(-5, 700) | st.floats() | st.text(max_size=3),
-        lambda inner: st.lists(inner, max_size=4)
-        | st.dictionaries(
-            st.sampled_from(["token_ids", "kv_cache", "trainable_keys", "trainable_values", "frozen_keys", "fixed_keys", "metadata",
-                             "layers.0.attention.prefix.keys", "k", "v"]), inner, max_size=4),
-        max_leaves=12,
-    )
-)  # fmt: skip
-def test_any_plain_content_is_refused_or_token_ids(model, tmp_path, content):
-    torch.save(content, tmp_path / "plain.pt")
-    (tmp_path / "plain.json").write_text(json.dumps(content))
-    for name in ("plain.pt", "plain.json"):
-        if _attempt(model, tmp_path / name, tmp_path / "out"):
-            assert reading.load_manifest(tmp_path / "out").kind == "tokens"

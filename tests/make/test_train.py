@@ -7,7 +7,6 @@ import json
 import math
 import random
 import re
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -123,16 +122,6 @@ def test_passes_that_are_accumulated_count_as_one_batch(made):
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
-def test_every_question_is_trained_on_once_a_round_and_none_that_chooses(made):
-    trainer = _trainer(made, recipe=replace(RECIPE, batch=7))
-    count, chooses = len(trainer.examples), set(made.validation)
-    assert trainer.examples == [e for i, e in enumerate(made.lesson.examples) if i not in chooses]
-    drawn = [example for number in range(count) for example in trainer.batch(number)]
-    rounds = [drawn[i : i + count] for i in range(0, len(drawn), count)]
-    assert all(sorted(round_) == sorted(trainer.examples) for round_ in rounds)
-    assert rounds[0] != rounds[1]
-
-
 def test_a_loss_that_is_not_finite_ends_training_in_a_sentence(made):
     with pytest.raises(TrainingDiverged, match="loss of step 1 is not finite; try a lower rate"):
         _trainer(made, log_probs=made.lesson.log_probs * math.nan).run()
@@ -165,10 +154,6 @@ def test_the_rate_warms_up_and_then_falls(run):
     half = RECIPE.steps // 2
     assert rates[: RECIPE.warmup] == pytest.approx([RECIPE.rate * i / 6 for i in range(1, 6)])
     assert rates[half:] == pytest.approx([RECIPE.rate * i / half for i in range(half, 0, -1)])
-    recipe = Recipe(steps=100, warmup=9, rate=1.0, schedule="cosine")
-    rates = [recipe.rate_at(step) for step in range(9, 100)]
-    assert rates == sorted(rates, reverse=True) and (rates[0], rates[45]) == (1.0, pytest.approx(0.5, abs=0.02))
-    assert rates[-1] < 0.01
 
 
 def test_the_best_kv_is_kept_and_the_rate_falls_from_it_and_not_from_the_last(made):
@@ -192,19 +177,15 @@ def test_a_packed_question_is_answered_as_if_it_stood_alone_behind_its_gap(made)
     kv = initial_kv("sci", made.model, made.ids, P, 0)
     examples = made.lesson.examples[:40] + made.unseen.examples
     apart, alone = [number % 3 * 7 for number in range(len(examples))], []
-
-    def together(gaps: Sequence[int]) -> torch.Tensor:
-        packed = pack_examples(examples, made.model.device, gaps)
-        assert 1 < len(packed.rows) < len(examples) / 10, "many in a row, and several rows"
-        return answer_logits(made.model.model, made.model.cache(kv, len(packed.rows)), packed)
-
+    packed = pack_examples(examples, made.model.device, apart)
+    assert 1 < len(packed.rows) < len(examples) / 10, "many in a row, and several rows"
     for example, gap in zip(examples, apart, strict=True):
         ids = torch.tensor([[*example.prompt, *example.answer[:-1]]])
         at = torch.arange(ids.shape[1])[None] + P + gap
         logits = made.model.model(ids, position_ids=at, past_key_values=made.model.cache(kv, 1)).logits
         alone.append(logits[0, -len(example.answer) :])
-    assert torch.allclose(together(apart), torch.cat(alone), atol=1e-3)
-    assert not torch.allclose(together([]), torch.cat(alone), atol=1e-3)
+    found = answer_logits(made.model.model, made.model.cache(kv, len(packed.rows)), packed)
+    assert torch.allclose(found, torch.cat(alone), atol=1e-3)
 
 
 def test_half_of_the_questions_stand_where_they_are_served_and_the_others_further_back():
@@ -224,15 +205,6 @@ def test_every_start_has_the_documents_first_position_and_is_the_same_for_a_seed
     assert torch.equal(kv, again)
     assert torch.equal(kv, other) == (init == "first-k")
     assert torch.allclose(kv[:, :, :FROZEN], prefilled(made.model, made.ids)[:, :, :FROZEN], atol=1e-5)
-
-
-def test_random_is_noise_vocab_ordinary_words_and_first_k_the_head_of_the_document(made):
-    noise, words, head = (initial_kv(init, made.model, made.ids, P, 0) for init in ("random", "vocab", "first-k"))
-    assert float(noise[:, :, FROZEN:].std()) == pytest.approx(0.02, rel=0.05), "the paper's"
-    drawn = tokens_of(made.model, words, range(640))
-    assert set(drawn[1:]) <= set(made.model.ordinary_ids().tolist()) and len(set(drawn)) > 0.8 * P
-    assert torch.allclose(words, prefilled(made.model, drawn), atol=1e-4), "at positions 0 to p - 1"
-    assert torch.allclose(head, prefilled(made.model, made.ids)[:, :, :P], atol=1e-4)
 
 
 def test_sci_is_a_prefill_of_chunks_from_all_over_the_document(made):
@@ -418,8 +390,6 @@ def test_by_its_defaults_it_starts_from_a_compaction_ends_by_itself_and_keeps_wh
 )
 def test_the_best_is_what_misses_least(made, scores, least, best_step, waited):
     trainer, given = _trainer(made, recipe=replace(RECIPE, check_every=1)), iter(scores)
-    score = trainer.score(made.unseen.examples)
-    assert 0 < score.missed < 1 < score.loss
     trainer.score = lambda examples: Score(*next(given))
     trainer.train(None, lambda step, loss: None, len(scores) - 1)
     assert (trainer.least_missed, trainer.best_step, trainer.waited) == (least, best_step, waited)
