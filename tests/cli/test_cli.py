@@ -17,9 +17,7 @@ import pytest
 from commands import Cli
 from making import files_under, flip_bit, make_artifact
 
-from lmcache_cartridge import __version__
 from lmcache_cartridge.artifact.reading import MANIFEST, PAYLOAD, chunk_range, load_manifest
-from lmcache_cartridge.cli import show
 from lmcache_cartridge.cli.main import COMMANDS, main
 from lmcache_cartridge.cli.recall import MODEL_DIR
 from lmcache_cartridge.library.quarantine import Quarantine
@@ -65,14 +63,6 @@ def test_a_command_explains_itself_in_a_sentence_and_an_example_that_is_understo
     _commands()[name].make_context(name, words)  # raises what the command line would be refused with
 
 
-def test_the_list_of_commands_cuts_no_sentence(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    main(["--help"])
-    listed = capsys.readouterr().out.partition("Commands:\n")[2].partition("\n\n")[0].splitlines()
-    assert len(listed) >= 15
-    assert [line for line in listed if line.endswith("...") or not line.endswith(".")] == []
-
-
 def test_there_are_about_twenty_commands_with_at_most_120_options():
     own = [p for c in _commands().values() for p in c.params if p.opts[0].startswith("--")]
     assert len(_commands()) <= 21
@@ -115,17 +105,8 @@ def test_what_goes_into_a_pipe_is_plain_and_json_where_it_is_asked_for(cli, tmp_
             json.loads(out)
 
 
-@pytest.mark.parametrize("form, is_tty", [("text", True), ("text", False), ("json", True)])
-def test_progress_is_shown_to_people_on_a_terminal(cli, tmp_path, capsys, monkeypatch, form, is_tty):
-    cli.json("import", _make(tmp_path))
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_tty, raising=False)
-    assert main(["verify", "doc", "--home", str(cli.home), "--format", form]) == 0
-    said = capsys.readouterr().err
-    assert "3/3" in said if (form, is_tty) == ("text", True) else said == ""
-
-
 @pytest.mark.parametrize("argv", [
-    "fly", "list --wings", "show", "list --format yaml", "build --chunk-size 0", "build --document none",
+    "fly", "list --wings", "show", "list --format yaml", "build --document none",
 ])  # fmt: skip
 def test_wrong_usage_ends_with_status_2(cli, argv):
     ran = cli(*argv.split())
@@ -133,36 +114,25 @@ def test_wrong_usage_ends_with_status_2(cli, argv):
     assert ran.err.startswith("Usage: lmcache-cartridge")
 
 
-def test_home_can_be_named_on_the_command_line(cli, tmp_path):
-    root = _make(tmp_path)
-    cli.json("import", root, "--home", tmp_path / "other")
-    assert cli.json("list") == [] and "lmcache-cartridge build" in cli("list").out
-    assert [row["id"] for row in cli.json("list", "--home", tmp_path / "other")] == ["doc"]
-
-
 def test_a_cartridge_is_registered_labelled_listed_and_described(cli, tmp_path):
     root = _make(tmp_path)
-    registered = cli.json("import", root)
     digest = json.loads((root / MANIFEST).read_bytes())["digest"]
-    size = registered.pop("bytes")
-    assert registered == {"name": "doc@1", "promoted": True, "positions": 40, "digest": digest}
-    assert ["name", "doc@1"] in [line.split() for line in cli("import", root).out.splitlines()]
+    registered = cli.json("import", root)
+    assert (registered["name"], registered["promoted"], registered["digest"]) == ("doc@1", True, digest)
     assert cli.json("label", "stable", "doc") == {"label": "stable", "name": "doc@1"}
     assert cli("label", "current", "doc").out == "current means doc@1\n"
     (row,) = cli.json("list")
     assert row == {
-        "id": "doc", "version": 1, "current": True, "kind": "prefill", "positions": 40, "bytes": size,
+        "id": "doc", "version": 1, "current": True, "kind": "prefill", "positions": 40, "bytes": registered["bytes"],
         "model": None, "registered": row["registered"], "lora": None, "labels": ["current", "stable"],
         "quarantined": False, "digest": digest,
     }  # fmt: skip
     assert datetime.fromisoformat(row["registered"]).utcoffset() == timedelta(0)
-    heading, _, line = cli("list").out.splitlines()
-    assert heading.split() == list(row)
-    assert line.split()[:6] == ["doc", "1", "yes", "prefill", "40", "64.0"]
+    assert cli("list").out.splitlines()[2].split()[:6] == ["doc", "1", "yes", "prefill", "40", "64.0"]
     for name in ("doc", "doc@1", "current"):
         described = cli.json("show", name)
         assert (described["digest"], described["location"]) == (digest, str(root))
-    assert described["fingerprint"]["layers"] == 3 and str(root) in cli("show", "doc").out
+    assert str(root) in cli("show", "doc").out
 
 
 def test_what_is_made_again_unchanged_is_there_already_and_no_new_version(cli, tmp_path):
@@ -175,7 +145,6 @@ def test_what_is_made_again_unchanged_is_there_already_and_no_new_version(cli, t
         assert again == first | {"unchanged": True} != first
         assert f"{first['name']} is there already" in cli(*made).err
         assert [path.name for path in (cli.home / "cartridges" / made[-1]).iterdir()] == ["1"]
-    assert [row["model"] for row in cli.json("list") if row["id"] == "built"] == [MODEL_DIR.name]
     assert cli.json(*built, "--canary", "Question: who?")["name"] == "built@2", "another one to its servers"
     assert cli.json(*built)["name"] == "built@1" and cli.json("show", "built")["version"] == 1
     (cli.home / "cartridges" / "small" / "1" / PAYLOAD).write_bytes(b"cut")
@@ -192,28 +161,13 @@ def test_a_reader_that_has_seen_enough_ends_a_command_quietly(cli, tmp_path):
     assert ran.returncode == 1
 
 
-def test_serve_prints_what_it_was_told_and_not_thirty_defaults(cli, monkeypatch):
-    monkeypatch.setattr(os, "execvpe", lambda *words: None)
-    told = cli("serve", "llama", "--port", "1", "--set", "cpu_bytes=3GiB", "--set", "admin=true").out
-    assert len(told.splitlines()) <= 4
-    for word in ("llama", "in-process", str(cli.home), "cpu_bytes=3.0 GiB", "admin=True", "--print"):
-        assert word in told
-    assert "disk_bytes" not in told and "None" not in told
-
-
-def test_people_are_shown_no_none():
-    assert show.fields({"kept": None, "canary": {"asked": 2, "in_a_chain": None}}) == "canary\n  asked  2"
-
-
 def test_an_id_stays_where_it_is_with_no_promote(cli, tmp_path):
     cli.json("import", _make(tmp_path))
     added = cli.json("import", _make(tmp_path, version=2, seed=2), "--no-promote")
     assert (added["name"], added["promoted"]) == ("doc@2", False)
     assert [(row["version"], row["current"]) for row in cli.json("list")] == [(1, True), (2, False)]
-    cli.json("label", "next", "doc@2")
-    assert cli.json("label", "doc", "next") == {"label": "doc", "name": "doc@2"}
-    assert cli("label", "doc", "doc@1").out == "doc means doc@1\n"
-    assert cli.json("show", "doc")["version"] == 1
+    assert cli.json("label", "doc", "doc@2") == {"label": "doc", "name": "doc@2"}
+    assert cli.json("show", "doc")["version"] == 2
 
 
 def test_what_was_removed_keeps_its_version(cli, tmp_path):
@@ -223,7 +177,7 @@ def test_what_was_removed_keeps_its_version(cli, tmp_path):
         cli.json("import", root)
     assert cli.json("remove", "doc")["files_deleted"] is False
     assert cli.json("build", "--from", "other", "--payload", "int8", "--id", "doc")["name"] == "doc@2"
-    for name in ("doc@1", "doc@x", "../doc@2", "nowhere@1"):
+    for name in ("doc@1", "../doc@2"):
         assert name in _refused(cli, "remove", name, "--delete-files")
     removed = cli.json("remove", "doc@2", "--delete-files")
     assert removed == {"name": "doc@2", "location": str(files / "2"), "files_deleted": True}
@@ -244,14 +198,6 @@ def test_files_are_deleted_under_a_home_that_is_a_symbolic_link(tmp_path):
     assert not root.exists()
 
 
-def test_registering_twice_is_no_error_and_other_content_is(cli, tmp_path):
-    root = _make(tmp_path)
-    for _ in range(2):
-        cli.json("import", root)
-    assert "doc@1 is registered with other content" in _refused(cli, "import", _make(tmp_path, seed=2))
-    assert len(cli.json("list")) == 1
-
-
 def test_verify_finds_what_is_damaged_and_tells_programs(cli, tmp_path):
     sound, flipped, short, replaced, gone = (_make(tmp_path, name) for name in ("a", "b", "c", "d", "e"))
     for root in (sound, flipped, short, replaced, gone):
@@ -266,7 +212,6 @@ def test_verify_finds_what_is_damaged_and_tells_programs(cli, tmp_path):
     damages = ("chunk 2, KV head 1", "has 9000 bytes", "was replaced", "is this the directory of a cartridge?")
     assert [row["name"] for row in wrong if not row["sound"]] == ["b@1", "c@1", "d@1", "e@1"]
     assert [said for said, row in zip(damages, wrong, strict=True) if said not in row["problem"]] == []
-    assert cli("verify", "b").status == 1
     assert "was replaced" in _refused(cli, "show", "d")
 
 
@@ -286,10 +231,8 @@ def test_a_quarantine_is_shown_and_lifted_by_verify_once_the_cartridge_is_sound(
         ("show nobody", "'nobody'; `lmcache-cartridge list`"), ("show x@99999999999999999999", "'x@99999999999999999999'"),
         ("label current nobody", "'nobody'"), ("label ../x doc", "cannot be a cartridge id"),
         ("import .", ". is no cartridge yet"), ("import file --model nowhere --id a/b", "cannot be a cartridge id"), ("import nowhere", "nowhere"),
-        ("list --home file", "registry"), ("list --home file/below", "registry"),
-        ("list --home other", "registry.sqlite: file is not a database"),
+        ("list --home file", "registry"), ("list --home other", "registry.sqlite: file is not a database"),
         ("build --model nowhere --document file --id ../escape", "cannot be a cartridge id"),
-        ("build --model nowhere --document file --id doc --home file", "registry"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_said_in_one_line(cli, tmp_path, monkeypatch, argv, said):
@@ -307,17 +250,11 @@ def test_what_cannot_be_is_said_in_one_line(cli, tmp_path, monkeypatch, argv, sa
     "options, said",
     [
         ("", "takes one of --document"), ("--messages x.json --token-ids x.json", "takes one of"),
-        ("--document x --messages x.json --url http://x", "takes one of --document"),
-        ("--document x --chat system --token-ids x.json", "--chat needs --document"),
         ("--messages x.json --chat system", "--chat needs --document"), ("--document x --chat-template x.json", "need --chat"),
         ("--document x --chat system --compact 4x", "--compact excludes --chat"),
-        ("--document x --token-ids x.json --compact 4x", "--compact excludes"),
-        ("--document x --url http://x --compact 4x", "--compact excludes"),
-        ("--document x --url http://x", "--url excludes --model"),
-        ("--document x --refine 3", "need --compact"), ("--document x --accept 0.5", "need --compact"),
+        ("--document x --url http://x", "--url excludes --model"), ("--document x --accept 0.5", "need --compact"),
         ("--document x --compact 4x --refine 100", "--refine needs --questions"), ("--document x --compact 4x --canary x", "--canary"),
-        ("--document x --compact 2048", "give fewer"), ("--messages x.json", "x.json has 0 messages"),
-        ("--document x --token-ids none", "does not exist"), ("--messages none --url http://x", "does not exist"),
+        ("--document x --compact 2048", "give fewer"), ("--token-ids none", "does not exist"),
     ],
 )  # fmt: skip
 def test_options_of_build_that_do_not_go_together_are_refused_before_anything_is_written(
@@ -352,22 +289,7 @@ def test_what_needs_the_files_here_says_how_to_bring_them_from_s3(cli, tmp_path,
     assert not Path("out").exists()
 
 
-@pytest.mark.parametrize(
-    "line, offered, not_offered",
-    [("la", "label", "list"), ("build --do", "--document", "--model"), ("export doc --to ", "peft", "--to")],
-)
-def test_bash_completes_the_installed_command(line, offered, not_offered):
-    asked = {"COMP_WORDS": f"lmcache-cartridge {line}", "COMP_CWORD": str(line.count(" ") + 1)}
-    found = _installed(_LMCACHE_CARTRIDGE_COMPLETE="complete_bash", **asked)
-    assert offered in found and not_offered not in found
-
-
-def _installed(*arguments: str, **environment: str) -> list[str]:
-    command = [Path(sys.executable).with_name("lmcache-cartridge"), *arguments]
-    return subprocess.run(
-        command, env=os.environ | environment, capture_output=True, text=True, timeout=60
-    ).stdout.split()
-
-
-def test_the_installed_command_is_this_one():
-    assert _installed("--version") == [__version__]
+def test_bash_completes_the_installed_command():
+    command = Path(sys.executable).with_name("lmcache-cartridge")
+    asked = {"COMP_WORDS": "lmcache-cartridge la", "COMP_CWORD": "1", "_LMCACHE_CARTRIDGE_COMPLETE": "complete_bash"}
+    assert subprocess.run(command, env=os.environ | asked, capture_output=True, timeout=60).stdout.split() == [b"label"]

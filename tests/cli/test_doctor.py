@@ -42,11 +42,6 @@ def _check(name: str) -> doctor.Check | None:
     return {check.name: check for check in doctor.diagnose(Settings())}.get(name)
 
 
-def test_the_name_of_lmcaches_own_connector_is_said_to_work():
-    """It is what users write; our connector takes its place."""
-    assert "also where LMCacheConnectorV1 is named" in _check("KV injection").finding
-
-
 @pytest.mark.parametrize("name, value, told", [
     ("VLLM_PLUGINS", "other", "has no `cartridges`: vLLM loads nothing of ours"), ("VLLM_PLUGINS", "", "has no `cartridges`"),
     ("VLLM_PLUGINS", "other,cartridges", None), ("VLLM_USE_RUST_FRONTEND", "1", "no request API"), ("VLLM_USE_RUST_FRONTEND", "0", None),
@@ -92,19 +87,6 @@ def test_what_is_advised_is_there(monkeypatch, tmp_path):
     assert ENGINE in fixes and named >= {"requirements-cpu.lock", "lmcache.yaml"}
     assert "configs/" not in fixes, "no wheel has it there"
     assert all((CONFIGS / name).is_file() for name in named)
-
-
-def test_config_lists_and_prints_the_files(capsys):
-    assert main(["config"]) == 0
-    names = capsys.readouterr().out.split()
-    files = {path.relative_to(CONFIGS).as_posix() for path in CONFIGS.rglob("*") if path.is_file()}
-    assert names == sorted(name for name in files if not name.endswith(".pyc"))
-    for name in names:
-        assert main(["config", name]) == 0
-        assert capsys.readouterr().out == (CONFIGS / name).read_text()
-    for name in ("nope.yaml", "../setup.cfg", "."):
-        assert main(["config", name]) == 1
-        assert f"there are {names[0]}, " in capsys.readouterr().err
 
 
 def _loaded() -> dict[str, Any]:
