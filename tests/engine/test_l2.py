@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import socket
 import subprocess
@@ -227,7 +226,7 @@ def asked(workers: ControlClient, tag: str, wait_s: float = 0.0) -> dict[str, An
 # What is served.
 
 
-@pytest.mark.parametrize("layout", [LAYOUT, tiles.layout("amx", BLOCK), f"{LAYOUT}/blocks", "fused"])
+@pytest.mark.parametrize("layout", [LAYOUT, f"{LAYOUT}/blocks", "fused"])
 def test_lmcache_gets_a_documents_whole_chunks_bit_by_bit(home, layout):
     with serving(home) as server:
         server.confirm(layout=layout)
@@ -237,16 +236,13 @@ def test_lmcache_gets_a_documents_whole_chunks_bit_by_bit(home, layout):
             with server.manager.read_prefetched_results(keys[:hits]) as objects:
                 found = [each.raw_tensor.view(torch.uint8)[: each.get_size()] for each in objects]
                 assert len(found) == len(expected) and all(map(torch.equal, found, expected))
-        status = server.manager.report_status(), json.loads(json.dumps(server.adapter.report_status()))
-        assert [each["is_healthy"] for each in status] == [True, True]
-        assert status[1]["engines"][0]["layout"] == layout
+        assert json.loads(json.dumps(server.adapter.report_status()))["engines"][0]["layout"] == layout
 
 
 @pytest.mark.parametrize(
     "desc",
     [
         DESC,  # all layers together
-        _of((2, CHUNK, 256)),  # --separate-object-groups
         _of((2, CHUNK // 2, 256), (1, CHUNK, 256)),  # a window of half a chunk
     ],
 )
@@ -279,28 +275,36 @@ def test_nothing_is_reported_to_another_users_process_though_the_socket_is_ours(
 # Trained cartridges, tenants, adapters.
 
 
-def test_identity_tokens_alone_give_nobody_the_cartridge(home):
-    with serving(home) as server:
-        digest = home.digest("trained")
-        with closing(ControlClient([server.confirm()])) as workers:
-            assert asked(workers, digest, 20)["ready"]
-        tenants, strangers = ("", "a client's own", digest), (NOBODY, tag_salt(digest[:-1] + "0"))
-        for other in (*tenants, *strangers, tag_salt(digest)[:-1], tag_salt(home.digest("doc"))):
-            assert server.ask("trained", other) == 0, other
-        assert [server.ask("doc", other) for other in strangers] == [0, 0], "not even a document"
-        for own in tenants:
-            assert server.ask("doc", own) == 4
-            assert server.ask("trained", tag_salt(digest, own)) == 3, "each tenant's own copy"
+def test_identity_tokens_alone_give_nobody_the_cartridge(server, home):
+    digest, control = home.digest("trained"), server.confirm()
+    with closing(ControlClient([control])) as workers:
+        assert asked(workers, digest, 20)["ready"]
+    tenants, strangers = ("", "a client's own", digest), (NOBODY, tag_salt(digest[:-1] + "0"))
+    for other in (*tenants, *strangers, tag_salt(digest)[:-1], tag_salt(home.digest("doc"))):
+        assert server.ask("trained", other) == 0, other
+    assert [server.ask("doc", other) for other in strangers] == [0, 0], "not even a document"
+    for own in tenants:
+        assert (server.ask("doc", own), server.ask("trained", tag_salt(digest, own))) == (4, 3)
 
 
 def test_no_client_can_spell_the_salt_of_a_tag_of_another_client_or_of_an_adapter():
     digest = "ab" * 32
-    for params in (None, {"cartridge": {"must_inject": 3}}, {"lmcache.skip_save": True}):
-        assert (key_salt(params), key_salt(params, "a tenant's")) == ("", "a tenant's"), "LMCache's quotas are by salt"
-    own = "t", "a/b", "a@b", "a\\b", "a\0b", "x" * 128, "x" * 129, "\ud800", "cartridge-"
-    own += tag_salt(digest), tag_salt(digest, "t"), NOBODY, check_salt(), key_salt({}, "a/b")
+    own = (
+        "t",
+        "a/b",
+        "a@b",
+        "a\\b",
+        "a\0b",
+        "x" * 128,
+        "x" * 129,
+        "\ud800",
+        "cartridge-",
+        check_salt(),
+        key_salt({}, "a/b"),
+    )
+    own += tag_salt(digest), tag_salt(digest, "t"), NOBODY
     tags = {TAG: digest}, {TAG: ".".join([digest] * 16)}, {TAG: check_salt()}
-    others = {"lmcache.tag.mine": "x"}, {TAG: digest, "lmcache.tag.mine": "x"}, {"lmcache.tag.x": check_salt()}
+    others = {"lmcache.tag.mine": "x"}, {TAG: digest, "lmcache.tag.mine": "x"}
     adapters = [LoRARequest(*each) for each in (("a", 1, "/a"), ("b", 1, "/a"), ("a", 2, "/a"), ("a", 1, "/b"))]
     plain = [key_salt(params, salt) for params in ({}, *tags, *others) for salt in ("", *own)]
     salts = [*plain, *(adapter_salt(salt, adapter) for salt in plain for adapter in adapters)]
@@ -308,8 +312,9 @@ def test_no_client_can_spell_the_salt_of_a_tag_of_another_client_or_of_an_adapte
     for salt in salts:
         ObjectKey(b"h", "m", 1, 0, salt)
         assert not salt.startswith("cartridge-check-")
-    replaced = LoRARequest("a", 1, "/a", load_inplace=True)
+    assert key_salt({"lmcache.skip_save": True}, "a tenant's") == "a tenant's", "LMCache's quotas are by salt"
     assert adapter_salt("", adapters[0]) == adapter_salt("", adapters[0])
+    replaced = LoRARequest("a", 1, "/a", load_inplace=True)
     assert adapter_salt("", replaced) != adapter_salt("", replaced), "its weights may be others each time"
     assert key_salt({TAG: digest}) == tag_salt(digest) == tag_part(key_salt({TAG: digest}, "t"))
     assert {tag_part(key_salt({}, salt)) for salt in own} == {None}
@@ -332,39 +337,34 @@ def test_what_follows_a_cartridge_is_each_tenants_own_where_all_have_its_salt(ch
         shifts = () if own is None else own_shifts(key_salt({TAG: digest}, own), 8)
         moved = shifted(ids, chunks * 8, shifts)
         assert all(0 <= number < 1 << 31 for number in moved), "LMCache hashes numbers of 32 bits"
-        assert shifted(ids[:place], chunks * 8, shifts) == moved[:place], (
-            "what is generated later changes no id before it"
-        )
+        assert shifted(ids[:place], chunks * 8, shifts) == moved[:place], "what comes later changes no id before it"
         return hasher.compute_chunk_hashes(moved)
 
     found, other = names(own), [*_DOCUMENT[:place], _DOCUMENT[place] + 1, *_DOCUMENT[place + 1 :]]
     assert found == names(own) and names(own, other)[place // 8] != found[place // 8]
     assert found[:chunks] == hasher.compute_chunk_hashes(_DOCUMENT)[:chunks], "all find the cartridge"
-    strangers = [names(each)[chunks:] for each in (None, "t", "u", "t ", "T") if each != own]
-    assert not {*found[chunks:]} & {name for names_ in strangers for name in names_}
-    assert shared_salt(key_salt({TAG: digest, "lmcache.skip_save": True}, "mine")) == tag_salt(digest)
-    assert {shared_salt(key_salt(params)) for params in (None, {}, {TAG: digest, "lmcache.tag.mine": "x"})} == {None}
+    strangers = {name for each in (None, "t", "u", "t ", "T") if each != own for name in names(each)[chunks:]}
+    assert not {*found[chunks:]} & strangers
+    assert shared_salt(key_salt({TAG: digest}, "mine")) == tag_salt(digest)
+    assert {shared_salt(key_salt(params)) for params in (None, {TAG: digest, "lmcache.tag.mine": "x"})} == {None}
 
 
 @pytest.mark.parametrize(
-    ("report", "chunks", "name", "reason"),
+    ("report", "chunks", "name", "refused"),
     [
         ({"allow_trained": False}, 64, "trained", "kv_load_failure_policy"), ({}, 3, "doc", "--l1-size-gb"), ({}, 3, "trained", None),
-        ({"fingerprint": msgspec.structs.replace(FINGERPRINT, config_digest="f" * 64)}, 64, "doc", "mismatch"),
+        ({"fingerprint": msgspec.structs.replace(FINGERPRINT, config_digest="f" * 64)}, 64, "doc", "another model"),
     ],
 )  # fmt: skip
-def test_a_claim_that_cannot_be_kept_is_refused_with_the_reason(home, report, chunks, name, reason):
+def test_a_claim_that_cannot_be_kept_is_refused_with_the_reason(home, report, chunks, name, refused):
     """An engine that recomputes what it loses, an LMCache with room for three chunks, another model."""
     with serving(home, l1_bytes=chunks * packed(home.made["doc"])[0].numel()) as server:
         with closing(ControlClient([server.confirm(**report)])) as workers:
             state = asked(workers, home.digest(name))
-        if reason == "mismatch":
-            assert state["mismatch"] is True
-        else:
-            assert state["refused"] is None if reason is None else reason in state["refused"]
+        assert state["mismatch"] is ("fingerprint" in report)
+        assert refused in state["refused"] if refused else state["refused"] is None
         if chunks == 64:
-            assert server.ask(name, tag_salt(home.digest(name))) == 0
-            assert server.ask(name) == 0
+            assert server.ask(name, tag_salt(home.digest(name))) == server.ask(name) == 0
         else:
             assert server.ask("doc") == 0, "LMCache reserves all of a prefix or nothing"
             assert server.ask(home.ids("doc")[:CHUNK]) == 1
@@ -375,9 +375,12 @@ def test_a_claim_that_cannot_be_kept_is_refused_with_the_reason(home, report, ch
 
 
 def test_nothing_is_served_but_to_an_engine_that_confirmed_itself_and_by_its_geometry(home):
-    shapes = (3, CHUNK, 128), (2, 3, CHUNK, 128), (3, 2 * CHUNK, 256), (4, CHUNK, 256), (3, 256, CHUNK)
-    wrong = [{"desc": desc} for desc in (*map(_of, shapes), _of((3, CHUNK, 256), dtype=torch.float16))]
-    wrong += {"group": 1}, {"model": key_name("/models/small", "other facts")}
+    wrong = [{"desc": _of(shape)} for shape in ((3, CHUNK, 128), (4, CHUNK, 256), (3, 256, CHUNK))]
+    wrong += (
+        {"desc": _of((3, CHUNK, 256), dtype=torch.float16)},
+        {"group": 1},
+        {"model": key_name("/models/small", "other")},
+    )
     with serving(home) as server:
         assert server.ask("doc") == 0
         server.confirm()
@@ -388,11 +391,8 @@ def test_nothing_is_served_but_to_an_engine_that_confirmed_itself_and_by_its_geo
 
 @pytest.mark.parametrize(
     ("wrong", "alone"),
-    [
-        ({"layout": "heads"}, "layout heads"), ({"layout": "vec/64"}, None), ({"heads": 1}, "has 1 KV heads, not 2"),
-        ({"chunk_tokens": 32}, None),
-    ],
-)  # fmt: skip
+    [({"layout": "heads"}, "layout heads"), ({"layout": "vec/64"}, None), ({"heads": 1}, "has 1 KV heads, not 2")],
+)
 def test_a_report_that_cannot_be_served_is_refused_alone_or_beside_one_of_the_same_name(home, wrong, alone):
     with serving(home) as server:
         if alone:
@@ -432,22 +432,18 @@ def test_engines_that_share_an_lmcache_server_share_the_memory_too(home):
         for name in (MODEL, key_name("/models/small", "other weights")):
             server.confirm(model_name=name)
             assert server.ask("doc", model=name) == 4
-        with pytest.raises(UnsupportedEngine, match='"engines": 3'):
-            server.confirm(model_name="third")
         engines = server.adapter.report_status()["engines"]
         assert sum(engine["tiers"]["cpu"]["budget_bytes"] for engine in engines) <= 4 << 20
 
 
-def test_engines_that_differ_in_anything_have_other_keys():
+def test_engines_that_differ_in_anything_have_other_keys_that_are_no_longer_than_a_file_name():
     other = msgspec.structs.replace(FINGERPRINT, weights_digest="e2" * 32)
     facts = ("m", FINGERPRINT, 32), ("m", FINGERPRINT, 64), ("m", other, 32), ("n", FINGERPRINT, 32)
-    names = [key_name(*each) for each in (*facts, facts[0])]
-    assert len(set(names)) == 4 and names[0] == names[4]
+    assert len({key_name(*each) for each in (*facts, facts[0])}) == 4
     ObjectKey(b"h", key_name("user@host:/m", 1), 1)
-    model = key_name("/a/long/path/" * 20 + "m" * 99, 1)
+    key = b"h" * 32, key_name("/a/long/path/" * 20 + "m" * 99, 1), ObjectKey.ComputeKVRank(8, 7, 8, 7), 0
     for salt in (tag_salt("a", "tenant"), key_salt({}, "x" * 128)):
-        name = _object_key_to_filename(ObjectKey(b"h" * 32, model, ObjectKey.ComputeKVRank(8, 7, 8, 7), 0, salt))
-        assert len(f"{name}.tmp") <= 255, "LMCache's fs adapter cannot write it"
+        assert len(_object_key_to_filename(ObjectKey(*key, salt)) + ".tmp") <= 255
 
 
 def test_an_engine_whose_server_names_chunks_by_another_hash_is_refused(home):
@@ -457,16 +453,6 @@ def test_an_engine_whose_server_names_chunks_by_another_hash_is_refused(home):
             with pytest.raises(UnsupportedEngine, match=reason):
                 confirm(str(server.socket), server.report(), check)
             assert server.ask("doc") == 0, "nobody has confirmed anything"
-
-
-def test_a_check_waits_for_no_other_lookup(server, home, monkeypatch):
-    go_on, salt = threading.Event(), check_salt()
-    monkeypatch.setattr(CartridgeStore, "lookup", lambda *_: go_on.wait(60) and 0)
-    for _ in range(l2._LOOKUP_THREADS):
-        server.adapter.submit_lookup_and_lock_task(server.keys("doc"), {0: DESC})
-    server.adapter.submit_lookup_and_lock_task(server.keys(check_ids(CHUNK), salt), {0: DESC})
-    confirm(str(server.socket), server.report(), salt).connection.close()
-    go_on.set()
 
 
 def test_garbage_at_the_socket_hurts_nobody(home):
@@ -488,14 +474,6 @@ def test_an_error_in_the_store_is_a_miss(server, method, hits, monkeypatch):
         patch.setattr(CartridgeStore, method, lambda *_, **__: 1 / 0)
         assert server.ask("doc") == hits
     assert server.ask("other") == 3
-
-
-def test_a_lost_chunk_ends_the_prefix(server, monkeypatch):
-    third, lend = server.hash("doc", 2), CartridgeStore.lend
-    monkeypatch.setattr(
-        CartridgeStore, "lend", lambda self, number, *given: None if number == third else lend(self, number, *given)
-    )
-    assert (server.ask("doc"), server.ask("other")) == (2, 3)
 
 
 def test_a_lookup_that_never_ends_is_answered_with_a_miss(home, monkeypatch):
@@ -543,29 +521,13 @@ def fills(monkeypatch):
 
 
 @pytest.mark.parametrize("http", [None, "http://127.0.0.1:1"])
-def test_copies_that_cannot_be_dropped_stay_and_the_log_says_so(home, http, fills, caplog, monkeypatch):
-    monkeypatch.setattr(logging.getLogger("lmcache_cartridge"), "propagate", True)
-    with serving(home, lmcache_http=http) as server, caplog.at_level(logging.INFO):
+def test_what_is_evicted_though_lmcaches_copies_cannot_be_dropped_is_answered_from_them(home, http, fills):
+    with serving(home, lmcache_http=http) as server:
         control = server.confirm()
         assert server.ask("doc") == 4
         with closing(ControlClient([control])) as workers:
             assert workers.call("evict", home.digest("doc")) == [4]
-        assert "LMCache's server keeps its copies of 4 chunks" in caplog.text
         assert (server.ask("doc"), len(fills)) == (4, 4)
-
-
-# The contract by itself.
-
-
-def test_a_result_is_handed_out_once_and_its_bitmap_fits_its_keys(server):
-    adapter = server.adapter
-    for count in (0, 5):
-        keys, results = server.keys(make_ids(count * CHUNK, 1)), []
-        task = adapter.submit_lookup_and_lock_task(keys, {0: DESC})
-        until(lambda: results.append(adapter.query_lookup_and_lock_result(task)) or results[-1] is not None)  # noqa: B023
-        assert results[-1].size() == count
-        assert adapter.query_lookup_and_lock_result(task) is None
-    assert adapter.query_lookup_and_lock_result(10**6) is adapter.query_load_result(10**6) is None
 
 
 @pytest.mark.parametrize("ack", [True, False])
@@ -573,9 +535,8 @@ def test_stores_are_answered_at_once_and_nothing_is_kept(home, ack):
     with serving(home, store_ack=ack) as server:
         server.confirm()
         task = server.adapter.submit_store_task(server.keys(make_ids(3 * CHUNK, 44)), [])
-        server_took = server.adapter.pop_completed_store_tasks()
-        assert server_took.get(task) is None or server_took[task].is_successful() is ack
-        assert server.adapter.pop_completed_store_tasks() == {}
+        took = server.adapter.pop_completed_store_tasks().get(task)  # LMCache's own thread asks too
+        assert took is None or took.is_successful() is ack
         assert server.ask(make_ids(3 * CHUNK, 44)) == 0
 
 
@@ -603,10 +564,10 @@ def test_closing_waits_for_what_is_being_written(home, monkeypatch):
 
 def test_a_start_with_wrong_parameters_or_a_socket_that_is_not_its_own_is_refused(home, tmp_path):
     own = {"home": str(home.path), "control": str(home.path / "s" / "c")}
-    for params in ({"control": None}, {"store_ack": "yes"}, {"cpu_bites": 3}, {"engines": 0}):
+    for params in ({"control": ""}, {"store_ack": "yes"}, {"cpu_bites": 3}, {"engines": 0}):
         with pytest.raises(SettingsError, match=next(iter(params))):
-            l2.CartridgeL2Adapter({k: v for k, v in (own | params).items() if v is not None}, l1_memory_desc=object())
-    (tmp_path / "open").mkdir(mode=0o777)
+            l2.CartridgeL2Adapter(own | params)
+    (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
     with pytest.raises(UnsupportedEngine, match="other users"):
         l2.CartridgeL2Adapter(own | {"control": str(tmp_path / "open" / "c")})

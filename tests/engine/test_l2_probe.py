@@ -50,9 +50,8 @@ def test_every_packing_of_the_x86_ops_is_told_apart_and_blocks_are_left_alone(is
     assert all(map(torch.equal, before, blocks.caches.values()))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_keys_beside_values_are_recognised(dtype):
-    assert written_layout(_caches(dtype=dtype), dict.fromkeys("ab", _Layer(_beside))) == "fused"
+def test_keys_beside_values_are_recognised():
+    assert written_layout(_caches(dtype=torch.float32), dict.fromkeys("ab", _Layer(_beside))) == "fused"
 
 
 @pytest.mark.parametrize(
@@ -62,36 +61,34 @@ def test_keys_beside_values_are_recognised(dtype):
         lambda k, v, blocks: _beside(k.flip(1), v.flip(1), blocks),
         lambda k, v, blocks: _beside(k.flip(2), v, blocks),
         lambda k, v, blocks: _beside((k.float() * 1.01).to(k.dtype), v, blocks),
-        lambda k, v, blocks: None,
     ],
-    ids=["values first", "heads", "tokens", "quantised", "nothing"],
+    ids=["values first", "heads", "tokens", "quantised"],
 )
 def test_a_layout_that_is_not_known_is_refused(write):
-    for in_blocks in (False, True):
-        with pytest.raises(UnsupportedEngine, match="not known"):
-            written_layout(_caches(), {name: _Layer(write) for name in "ab"}, in_blocks=in_blocks)
+    with pytest.raises(UnsupportedEngine, match="not known"):
+        written_layout(_caches(), dict.fromkeys("ab", _Layer(write)))
 
 
 def test_whole_blocks_that_are_not_known_are_refused():
     """Views of a block as tokens cannot be copied in whole; neither can blocks whose heads lie apart."""
     with pytest.raises(UnsupportedEngine, match="not known"):
-        written_layout(_caches(), {name: _Layer(_beside) for name in "ab"}, in_blocks=True)
+        written_layout(_caches(), dict.fromkeys("ab", _Layer(_beside)), in_blocks=True)
     blocks = Blocks(vllm_config(), 3)
     strided = {name: cache.transpose(1, 2).contiguous().transpose(1, 2) for name, cache in blocks.caches.items()}
     with pytest.raises(UnsupportedEngine, match="one run"):
         written_layout(strided, blocks.layers, in_blocks=True)
 
 
-@pytest.mark.parametrize("swapped", [(0, 1), (0, -1), (64, 65)])
-def test_one_swap_of_two_elements_makes_a_layout_unknown(swapped):
+@pytest.mark.parametrize(("one", "other"), [(0, 1), (0, -1), (64, 65)])
+def test_one_swap_of_two_elements_makes_a_layout_unknown(one, other):
     """The engine's own op, but for one pair of elements of every head and block: as an instruction set of tomorrow."""
-    blocks, (one, other) = Blocks(vllm_config(), 3), swapped
-    blocks.after_writes(
-        -1,
-        lambda cache: cache.flatten(2).index_copy_(
-            2, torch.tensor([one, other]) % cache[0, 0].numel(), cache.flatten(2)[..., [other, one]]
-        ),
-    )
+    blocks = Blocks(vllm_config(), 3)
+
+    def swap(cache: torch.Tensor) -> None:
+        flat = cache.flatten(2)
+        flat[..., one], flat[..., other] = flat[..., other].clone(), flat[..., one].clone()
+
+    blocks.after_writes(-1, swap)
     for in_blocks in (False, True):
         with pytest.raises(UnsupportedEngine, match="not known"):
             written_layout(blocks.caches, blocks.layers, in_blocks=in_blocks)
@@ -106,12 +103,7 @@ def test_layers_that_write_differently_are_refused():
         written_layout(blocks.caches, blocks.layers)
 
 
-@pytest.mark.parametrize("shape", [(2, 4, 32, 2, 64), (4, 32, 576)])
-def test_caches_of_another_form_are_refused(shape):
-    with pytest.raises(UnsupportedEngine, match="cannot be probed"):
-        written_layout(_caches(shape=shape), {name: _Layer(_beside) for name in "ab"})
-
-
-def test_a_layer_that_cannot_be_asked_is_refused():
-    with pytest.raises(UnsupportedEngine, match="layer b"):
-        written_layout(_caches(), {"a": _Layer(_beside)})
+@pytest.mark.parametrize(("shape", "layer"), [((2, 4, 32, 2, 64), _Layer(_beside)), ((4, 2, 32, 128), None)])
+def test_a_cache_of_another_form_or_of_a_layer_that_cannot_be_asked_is_refused(shape, layer):
+    with pytest.raises(UnsupportedEngine, match="layer b .*cannot be probed"):
+        written_layout(_caches("b", shape=shape), {"b": layer})
