@@ -7,16 +7,15 @@ import json
 import shutil
 import tracemalloc
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from adapters import write_adapter
 from blocks import quietly
-from homes import Home
-from making import make_fingerprint
-from msgspec.structs import replace
 from safetensors.torch import load_file, save_file
 from wards import MODEL, prefill
 
@@ -25,9 +24,6 @@ from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.errors import UnsupportedModel
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.make.train.trainer import wrap
-from lmcache_cartridge.serve.request import Reference, Refusal
-from lmcache_cartridge.serve.resolve import Resolver, Selection
-from lmcache_cartridge.settings import from_mapping
 
 with quietly():
     from vllm.lora.request import LoRARequest
@@ -67,9 +63,8 @@ def _rename_weights(directory: Path) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [_change_a_weight, *(lambda d, f=f: _configure(d, **f) for f in (
-        {"lora_alpha": 33}, {"use_rslora": True}, {"alpha_pattern": {"q_proj": 4}}, {"rank_pattern": {"q_proj": 4}},
-        {"target_modules": ["q_proj"]},
+    [_change_a_weight, *(partial(_configure, **fields) for fields in (
+        {"lora_alpha": 33}, {"use_rslora": True}, {"alpha_pattern": {"q_proj": 4}}, {"target_modules": ["q_proj"]},
     ))],
 )  # fmt: skip
 def test_all_that_an_adapter_computes_with_is_in_its_digest(directory, change):
@@ -123,7 +118,7 @@ def _tensor(**fields: Any) -> bytes:
 @pytest.mark.parametrize(
     "header",
     [
-        None, b"[" * 100_000, b"[1]", b"null", b'{"x": 1}', b"\xff\xfe", b'{"x": {"dtype": "F32", "shape": [1]}}',
+        None, b"[" * 100_000, b"[1]", b'{"x": 1}', b"\xff\xfe",
         *(_tensor(data_offsets=offsets) for offsets in ([0, 1 << 46], [-9, 4], None, [1 << 70, 1 << 71])),
     ],
 )  # fmt: skip
@@ -165,83 +160,60 @@ def test_a_cartridge_is_trained_for_the_adapter_and_the_adapter_is_not(written):
     peft = wrap(model, kv[:, :, :16])
     assert torch.equal(prefill(model, IDS), kv)
     trained = [name for name, parameter in peft.named_parameters() if parameter.requires_grad]
-    assert trained and all(name.startswith("prompt_encoder.") for name in trained)
+    assert {name.partition(".")[0] for name in trained} == {"prompt_encoder"}
 
 
 def test_commands_make_cartridges_of_an_adapter(written, tmp_path, capsys):
     document = tmp_path / "a.txt"
     document.write_text("Patient Mora: blood AB+, ward 7, allergy latex. " * 8)
 
-    def run(*command: str) -> Any:
-        assert main([*command, "--home", str(tmp_path / "home"), "--format", "json"]) == 0
+    def run(command: str, *options: str) -> Any:
+        assert main([*command.split(), *options, "--home", str(tmp_path / "home"), "--format", "json"]) == 0
         return json.loads(capsys.readouterr().out)
 
     model = ["--model", MODEL, "--lora", str(written)]
-    run("build", *model, "--document", str(document), "--id", "whole", "--chunk-size", "16")
-    run("build", "--from", "whole", *model, "--id", "short", "--compact", "2x", "--accept", "0")
-    assert {row["id"]: row["lora"] for row in run("list")} == {"whole": "one", "short": "one"}
+    run("build --id whole --chunk-size 16 --document", str(document), *model)
+    run("build --from whole --id short --compact 2x --accept 0", *model)
     for name in ("whole", "short"):
-        shown = run("show", name)
+        shown = run(f"show {name}")
         assert (shown["fingerprint"]["lora"], shown["provenance"]["lora"]) == (adapter_digest(written), "one")
-    for command in (["build", "--from", "whole", "--model", MODEL, "--id", "x", "--compact", "2x"],
-                    ["export", "whole", "--to", "peft", "--output", str(tmp_path / "out")]):  # fmt: skip
-        assert main([*command, "--home", str(tmp_path / "home")]) == 1
+    for command in ("build --from whole --id x --compact 2x --model", "export whole --to peft --output"):
+        assert main([*command.split(), MODEL if "build" in command else "out", "--home", str(tmp_path / "home")]) == 1
         assert "lora" in capsys.readouterr().err.lower()
 
 
-# Whom cartridges go to.
+# As vLLM has them loaded.
 
 
-def _selection(home: Home, *names: str) -> Selection:
-    return Resolver(from_mapping({"home": home.path})).resolve([Reference(id=name) for name in names])
-
-
-async def _problem(adapters: Adapters, selection: Selection, model: str) -> str:
-    try:
-        check(selection, await adapters.of(model))
-    except Refusal as refusal:
-        assert refusal.status == (503 if "is being loaded" in str(refusal) else 422)
-        return str(refusal)
-    return ""
-
-
-def test_a_request_gets_what_was_made_with_the_adapter_that_vllm_has_loaded(home, directory):
-    home.make("base")
-    home.make("one", fingerprint=replace(make_fingerprint(), lora=adapter_digest(directory)))
-    base, one = _selection(home, "base"), _selection(home, "one")
-    with pytest.raises(Refusal, match="no chain"):
-        _selection(home, "base", "one")
+def test_an_adapter_whose_files_were_not_read_as_vllm_read_them_is_of_no_cartridge(directory):
+    """What `served/test_lora.py` cannot time."""
     served: dict[str, LoRARequest] = {}
     adapters = Adapters(served)
 
     async def work() -> None:
-        async def load(path: Path, meanwhile: Callable[[], Any] = lambda: None) -> None:
+        async def problem() -> str:
+            return (await adapters.of("a")).problem
+
+        async def load(path: Path, meanwhile: Callable[[], Any] = lambda: None) -> str:
             request = LoRARequest("a", 1, str(path), load_inplace=True)
 
             async def loading(_: LoRARequest) -> bool:
-                if served:
-                    assert "is being loaded" in await _problem(adapters, one, "a")
+                assert not served or "is being loaded" in await problem()
                 meanwhile()
                 return True
 
             assert await adapters.load(loading, request)
             served["a"] = request
+            return await problem()
 
-        await load(directory)
-        assert await _problem(adapters, one, "a") == await _problem(adapters, base, "m") == ""
-        assert "made with the base model" in await _problem(adapters, base, "a")
-        assert await _problem(adapters, one, "m")
-        stored_prompt = base._replace(manifests=(replace(base.manifests[0], kind="tokens"),), computed=1)
-        assert await _problem(adapters, stored_prompt, "a") == "", "token ids go with any"
+        assert await load(directory) == ""
         with pytest.raises(ZeroDivisionError):
             await load(directory, lambda: 1 / 0)
-        assert await _problem(adapters, one, "a") == "", "it is as it was"
-        await load(directory, lambda: _change_a_weight(directory))
-        assert "changed while it was loaded" in await _problem(adapters, one, "a")
+        assert await problem() == "", "it is as it was"
+        assert "changed while it was loaded" in await load(directory, lambda: _change_a_weight(directory))
         (directory / WEIGHTS).unlink()
-        await load(directory)
-        assert WEIGHTS in await _problem(adapters, one, "a")
-        await load(directory.with_name("nowhere"))
-        assert "not in a local directory" in await _problem(adapters, one, "a")
+        assert WEIGHTS in await load(directory)
+        assert "not in a local directory" in await load(directory.with_name("nowhere"))
+        check(SimpleNamespace(tag=None), await adapters.of("a"))  # token ids go with any
 
     asyncio.run(work())

@@ -15,7 +15,6 @@ import torch
 from blocks import quietly, vllm_config
 from homes import CHUNK_BYTES
 from inprocess import CHUNK, StockConnector, lmcache_config, lmcache_engine, lmcache_metadata, plugin
-from safetensors.torch import load_file, save_file
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
@@ -119,7 +118,7 @@ def test_the_block_that_requests_share_is_lost_by_none_of_them(monkeypatch):
 @pytest.mark.parametrize(("may_sleep", "device_chunks"), [(True, 4), (False, 4), (True, 0)])
 def test_a_device_tier_is_refused_where_vllm_may_sleep(home, monkeypatch, may_sleep, device_chunks):
     """On a CPU none ever does."""
-    store = home.open(chunks=4, settings={"device_bytes": device_chunks * CHUNK_BYTES})
+    store = home.open(settings={"device_bytes": device_chunks * CHUNK_BYTES})
     monkeypatch.setattr(backend, "stores", lambda: [store])
     connector = CartridgeConnector.__new__(CartridgeConnector)
     connector._config = _changed(enable_sleep_mode=may_sleep)
@@ -209,15 +208,12 @@ def test_workers_of_all_engines_have_numbers_of_their_own():
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({}, None), ({"pre_caching_hash_algorithm": "sha256"}, None), ({"local_cpu": True}, None),
-        ({"retrieve_locations": None}, None), ({"retrieve_locations": ["LocalCPUBackend", "cartridge"]}, None),
+        ({}, None), ({"local_cpu": True}, None), ({"retrieve_locations": ["LocalCPUBackend", "cartridge"]}, None),
         *(({name: True}, f"{name} is on: .*`{name}: false`") for name in (
             "enable_async_loading", "use_layerwise", "enable_blending", "save_unfull_chunk")),
         ({"min_retrieve_tokens": 1}, "min_retrieve_tokens: .*set it to 0"),
         ({"retrieve_locations": ["LocalCPUBackend"]}, "retrieve_locations .*name the cartridge plugin there"),
-        ({"retrieve_locations": []}, "retrieve_locations .*name the cartridge plugin there"),
         ({"pre_caching_hash_algorithm": "builtin"}, "is builtin: .*`pre_caching_hash_algorithm: sha256_cbor`"),
-        ({"pre_caching_hash_algorithm": "xxhash_cbor"}, "is xxhash_cbor: "),
     ],
 )  # fmt: skip
 def test_the_lmcache_configuration_that_serve_writes_is_accepted_and_an_unsafe_one_refused(settings, options, reason):
@@ -229,7 +225,6 @@ def test_the_lmcache_configuration_that_serve_writes_is_accepted_and_an_unsafe_o
 @pytest.mark.parametrize(
     ("options", "role", "reason"),
     [
-        ({"use_layerwise": True}, "kv_consumer", "use_layerwise is on"),
         ({"extra": {"storage_plugin.cartridge.gpu_budget": 5}}, "kv_consumer", "gpu_budget: no such setting"),
         ({"extra": {"storage_plugin.second.class_name": "CartridgeBackend"}}, "kv_consumer", "there must be one"),
         ({"lookup_timeout_ms": 1000}, "kv_consumer", "lookup_timeout_s is 1.0"),
@@ -256,39 +251,28 @@ def test_a_worker_under_another_connector_than_ours_ends_with_the_reason(monkeyp
 
 
 @pytest.mark.parametrize(("rank", "policy"), [(1, "recompute"), (3, "fail")])
-def test_each_rank_of_tensor_parallelism_is_described_as_such(settings, rank, policy, monkeypatch):
-    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+def test_each_rank_of_tensor_parallelism_is_described_as_such(settings, rank, policy):
     CartridgeBackend.refusal = UnsupportedEngine("an earlier one")
     config = vllm_config(tensor_parallel_size=4, transfer={"kv_load_failure_policy": policy})
     config.parallel_config.rank = rank
     ours = EngineWriteConnector()
     ours.device = "cuda:1"
-    still = settings.model_copy(update={"device_bytes": 0})
-    with lmcache_engine(lmcache_config(still), config, ours) as loaded:
+    with lmcache_engine(lmcache_config(settings.model_copy(update={"device_bytes": 0})), config, ours) as loaded:
         assert CartridgeBackend.refusal is None, "a plugin that loads clears the reason of one that did not"
         engine = plugin(loaded).store.engine
-        hashes = list(engine.hasher(list(range(2 * CHUNK))))
     assert (engine.rank, engine.world, engine.chunk_tokens, engine.device) == (rank, 4, CHUNK, "cuda:1")
     assert engine.fingerprint.kv_heads == 2, "the model has two heads however many ranks share them"
     assert engine.allow_trained is (policy == "fail")
-    assert hashes == [3458749269985200090, 9785119678747880191], "in all processes the same"
-
-
-def _model(root: Path, **changes: Any) -> Path:
-    """Return a copy of the shipped model with other values in its config."""
-    directory = root / "model"
-    shutil.copytree(MODEL_DIR, directory)
-    path = directory / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    return directory
 
 
 @pytest.mark.parametrize("kind", ROPE)
 def test_a_model_of_any_supported_rope_is_the_same_to_vllm_and_to_an_author_and_rotates_so(settings, tmp_path, kind):
-    directory = _model(tmp_path, rope_parameters={"rope_type": kind, **ROPE[kind]})
+    directory = Path(shutil.copytree(MODEL_DIR, tmp_path / "model"))
+    fields = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(fields | {"rope_parameters": {"rope_type": kind, **ROPE[kind]}}))
     config = vllm_config(directory)
     author, engine = CausalModel(str(directory)).fingerprint, _fingerprint(settings, config)
-    assert author.differences(engine) == engine.differences(author) == []
+    assert author.differences(engine) == []
     differences = CausalModel(str(MODEL_DIR)).fingerprint.differences(engine)
     assert [line for line in differences if line.startswith("rope frequencies")]
     with set_current_vllm_config(config), quietly():
@@ -300,26 +284,16 @@ def test_a_model_of_any_supported_rope_is_the_same_to_vllm_and_to_an_author_and_
     assert torch.allclose(rotary.cos_sin_cache[positions], expected, atol=1e-6)
 
 
-def _of_other_weights(root: Path) -> dict[str, Any]:
-    directory = _model(root)
-    weights = load_file(directory / "model.safetensors")
-    name = next(name for name in weights if name.endswith("v_proj.weight"))
-    weights[name] = weights[name] + 0.01
-    save_file(weights, directory / "model.safetensors", {"format": "pt"})
-    return {"model": directory}
-
-
 @pytest.mark.parametrize(
     ("given", "named"),
     [
-        (_of_other_weights, "weights_digest"), (lambda _: {"quantization": "fp8"}, "quantisation: none, not online fp8"),
-        (lambda _: {"dtype": "float32"}, "dtype: bfloat16, not float32"),
-        (lambda _: {"hf_overrides": {"rms_norm_eps": 1e-5}}, "config_digest"),
+        ({"quantization": "fp8"}, "quantisation: none, not online fp8"), ({"dtype": "float32"}, "dtype: bfloat16, not float32"),
+        ({"hf_overrides": {"rms_norm_eps": 1e-5}}, "config_digest"),
     ],
 )  # fmt: skip
-def test_another_model_is_told_by_what_differs(settings, tmp_path, given, named):
+def test_another_model_is_told_by_what_differs(settings, given, named):
     author = CausalModel(str(MODEL_DIR)).fingerprint
-    (difference,) = author.differences(_fingerprint(settings, vllm_config(**given(tmp_path))))
+    (difference,) = author.differences(_fingerprint(settings, vllm_config(**given)))
     assert difference.startswith(named)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
     FalconH1Config,
-    JambaConfig,
     MambaConfig,
     Mistral3Config,
     Qwen3NextConfig,
@@ -25,11 +23,10 @@ from transformers import (
 )
 
 from lmcache_cartridge.artifact.hf_config import config_fields, of_config
-from lmcache_cartridge.artifact.model import Fingerprint, check_shift, rotating_layers
+from lmcache_cartridge.artifact.model import check_shift, rotating_layers
 from lmcache_cartridge.artifact.reading import load_manifest
 from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.cli.making import load_for
-from lmcache_cartridge.cli.recall import MODEL_DIR, SHEETS_DIR
 from lmcache_cartridge.errors import ArtifactError, UnsupportedModel
 from lmcache_cartridge.make import model as make_model_module
 from lmcache_cartridge.make import prefill
@@ -90,24 +87,7 @@ def test_a_layer_rotated_wrongly_is_far_off(family):
     expected = _own(model, DOCUMENTS[1], len(DOCUMENTS[0]))[0]
     for layer in range(model.fingerprint.layers):
         wrong = tuple(sorted({*ROTATING[name]} ^ {layer}))
-        keys = chain(cartridges, wrong or (layer,))[0][:, len(DOCUMENTS[0]) :]
-        errors = _errors(keys, expected)
-        assert errors[layer] > 0.1
-        assert max(errors[:layer] + errors[layer + 1 :], default=0) < NOISE
-
-
-def test_kinds_of_layers_that_rotate_otherwise_than_the_config_says_cannot_be_moved(tmp_path, monkeypatch):
-    def swapped(shape: Fingerprint) -> Fingerprint:
-        if not shape.rope:
-            return shape
-        replace, (first, other) = msgspec.structs.replace, shape.rope
-        return replace(shape, rope=(replace(other, layers=first.layers), replace(first, layers=other.layers)))
-
-    _misread(monkeypatch, swapped)
-    rope = _model(tmp_path, "gemma3").fingerprint.rope
-    assert [each.pairing for each in rope] == [None, None]
-    with pytest.raises(UnsupportedModel, match="rotate together"):
-        check_shift(rope)
+        assert _errors(chain(cartridges, wrong or (layer,))[0][:, len(DOCUMENTS[0]) :], expected)[layer] > 0.1
 
 
 @torch.inference_mode()
@@ -119,29 +99,24 @@ def _plain(directory: Path, ids: list[int]) -> torch.Tensor:
 def test_longrope_takes_the_factors_that_the_engine_takes_whatever_the_length(tmp_path):
     directory = make_model(tmp_path / "model", FAMILIES["phi3 long"]())  # made for 512 tokens
     few, many = [5 + i % 600 for i in range(300)], [5 + i % 600 for i in range(600)]
-    short, long, most = (CausalModel(str(directory), max_model_len=length) for length in (512, 513, 4096))
+    short, long = (CausalModel(str(directory), max_model_len=length) for length in (512, 513))
     for model, ids, is_near in ((short, few, True), (long, many, True), (long, few, False)):
         apart = float((model.logits(ids, 1)[0] - _plain(directory, ids)).abs().max())
         assert apart < 1e-3 if is_near else apart > 0.1
-    assert (short.context_tokens, long.context_tokens) == (512, 4096)
     (said,) = long.fingerprint.differences(short.fingerprint)
     assert said.startswith("rope factors: long, not short; ") and "--max-model-len" in said
-    assert not long.fingerprint.differences(most.fingerprint)
 
 
-@pytest.mark.parametrize(("given", "factors"), [([], "short"), (["--max-model-len", "513"], "long")])
-def test_import_and_what_is_made_for_a_server_take_the_factors_that_the_engine_takes(tmp_path, given, factors):
+@pytest.mark.parametrize("given", [[], ["--max-model-len", "513"]])
+def test_import_and_what_is_made_for_a_server_take_the_factors_that_the_engine_takes(tmp_path, given):
     expected = _model(tmp_path, "phi3 long", max_model_len=513 if given else None).fingerprint
     directory = str(tmp_path / "model")
     (tmp_path / "ids.json").write_text(str([5 + i for i in range(300)]))
     words = ["import", str(tmp_path / "ids.json"), "--model", directory, "--id", "x", "--home", str(tmp_path), *given]
-    for version, more in enumerate(([], ["--no-compare"]), 1):
-        assert main([*words, *more]) == 0
-        root = tmp_path / "cartridges" / "x" / str(version)
-        assert not load_manifest(root).fingerprint.differences(expected)
-    model, args = load_for(" ".join(given), directory)
-    assert (model.fingerprint, set(given) <= set(args), args[-2:]) == (expected, True, ["--dtype", "float32"])
-    assert expected.rope[0].parameters["factors"] == factors
+    assert main(words) == 0
+    assert not load_manifest(tmp_path / "cartridges" / "x" / "1").fingerprint.differences(expected)
+    assert load_for(" ".join(given), directory)[0].fingerprint == expected
+    assert expected.rope[0].parameters["factors"] == ("long" if given else "short")
 
 
 def test_a_document_ends_where_the_short_factors_or_an_attention_that_engines_share_do(tmp_path):
@@ -153,25 +128,13 @@ def test_a_document_ends_where_the_short_factors_or_an_attention_that_engines_sh
     ):
         with pytest.raises(ArtifactError, match=reason):
             check_fits(model, Path("document"), [5] * tokens)
-    check_fits(CausalModel(str(tmp_path / "model"), max_model_len=1024), Path("document"), [5] * 600)
 
 
-def test_cartridges_whose_keys_are_of_other_pairs_than_the_engines_are_told_apart(tmp_path):
-    shape, replace = _model(tmp_path, "llama4").fingerprint, msgspec.structs.replace
-    once = replace(shape, rope=(replace(*shape.rope, pairing="interleaved"),))
-    assert once.differences(shape) == ["rope pairs of dimensions: interleaved, not half"]
-
-
-def test_longrope_whose_attention_engines_scale_otherwise_is_refused(tmp_path):
+@pytest.mark.parametrize("more", [{"factor": 3.0}, {"attention_factor": 1.5}])
+def test_longrope_whose_attention_engines_scale_otherwise_is_refused(more):
     config = FAMILIES["phi3 long"]()
-    rope, unknown = config.rope_parameters, {"rope_type": "longrope", "rope_theta": 1e4}
-    for given, reason in (
-        ({"rope_parameters": rope | {"factor": 3.0}}, "longrope with a"),
-        ({"rope_parameters": rope | {"attention_factor": 1.5}}, "longrope with a"),
-        ({"rope_parameters": unknown, "original_max_position_embeddings": None}, "longrope without original_max"),
-    ):
-        with pytest.raises(UnsupportedModel, match=reason):
-            of_config(config_fields(config) | given, dtype="float32")
+    with pytest.raises(UnsupportedModel, match="longrope with a"):
+        of_config(config_fields(config) | {"rope_parameters": config.rope_parameters | more}, dtype="float32")
 
 
 @pytest.mark.parametrize("name", ["gpt2", "falcon alibi"])
@@ -193,9 +156,11 @@ def test_layers_whose_keys_are_neither_rotated_nor_left_alone_are_not_known(tmp_
 
     model.model.model.layers[3].register_forward_pre_hook(add, with_kwargs=True)
     assert model.rotation(model.fingerprint.rope) == (None, None)
+    with pytest.raises(UnsupportedModel, match="rotate together"):
+        check_shift((msgspec.structs.replace(*model.fingerprint.rope, pairing=None),))
 
 
-@pytest.mark.parametrize("config", [Qwen3NextConfig, MambaConfig, JambaConfig, FalconH1Config, RecurrentGemmaConfig])
+@pytest.mark.parametrize("config", [Qwen3NextConfig, MambaConfig, FalconH1Config, RecurrentGemmaConfig])
 def test_a_model_that_keeps_a_state_of_the_prompt_is_refused_before_its_weights_are_read(tmp_path, config):
     config().save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModel, match="but a state of the whole prompt, which no cartridge can hold"):
@@ -219,7 +184,7 @@ def test_a_kimi_k2_is_a_deepseek_v3(tmp_path):
     """Its experts too, which transformers would make up for a model type that it does not know."""
     expected = _model(tmp_path, "deepseek-v3")
     kept = tmp_path / "model" / "config.json"
-    kept.write_text(json.dumps(json.loads(kept.read_text()) | {"model_type": "kimi_k2"}))
+    kept.write_text(kept.read_text().replace('"model_type": "deepseek_v3"', '"model_type": "kimi_k2"'))
     model = CausalModel(str(tmp_path / "model"))
     assert model.fingerprint == expected.fingerprint
     assert torch.equal(model.logits([5, 6, 7], 1), expected.logits([5, 6, 7], 1))
@@ -236,34 +201,21 @@ def test_no_code_of_a_models_own_is_run_or_asked_about(tmp_path):
     assert not left.exists()
 
 
-def _misread(monkeypatch: pytest.MonkeyPatch, change: Callable[[Fingerprint], Fingerprint]) -> None:
-    """Have configs read as they were not meant."""
-    read = of_config
-    monkeypatch.setattr(make_model_module, "of_config", lambda *config, **known: change(read(*config, **known)))
-
-
-def test_layers_that_the_config_says_rotate_otherwise_are_not_known(tmp_path, monkeypatch):
-    replace = msgspec.structs.replace
-    _misread(monkeypatch, lambda shape: replace(shape, rope=tuple(replace(r, layers=(0, 1, 2, 3)) for r in shape.rope)))
-    assert _model(tmp_path, "smollm3").fingerprint.rope[0].layers is None
-
-
 def test_a_family_that_caches_heads_its_config_does_not_say_is_refused_when_it_is_loaded(tmp_path, monkeypatch):
-    _misread(monkeypatch, lambda shape: msgspec.structs.replace(shape, kv_heads=4))  # as it was once read for Falcon
+    """As Falcon's was once read."""
+    read = of_config
+    misread = lambda *config, **known: msgspec.structs.replace(read(*config, **known), kv_heads=4)  # noqa: E731
+    monkeypatch.setattr(make_model_module, "of_config", misread)
     with pytest.raises(UnsupportedModel, match=r"caches 4 layers of \[\(1, 32\)\].*config says 4 of \(4, 32\)"):
         _model(tmp_path, "falcon multi-query")
 
 
-@pytest.mark.parametrize("encoding", ["plain", "int8"])
-def test_a_cartridge_of_kinds_of_layers_is_tried_in_a_chain_too(tmp_path, encoding):
+def test_a_cartridge_of_kinds_of_layers_is_tried_in_a_chain_too(tmp_path):
     """Its canary's questions behind itself were kept since a layer that is not moved is seen."""
     model, document = _model(tmp_path, "gemma3"), tmp_path / "doc.txt"
     document.write_text("Four beds are on the ward and one of them is empty. " * 4)
-    made = prefill.build(
-        model, document, tmp_path / "doc", cartridge_id="doc", version=1, chunk_tokens=32, encoding=encoding
-    )
-    assert made.canary.behind
-    assert made.provenance.canary.max_abs_logit_difference < (1e-3 if encoding == "plain" else 0.5)
+    made = prefill.build(model, document, tmp_path / "doc", cartridge_id="doc", version=1, chunk_tokens=32)
+    assert made.canary.behind and made.provenance.canary.max_abs_logit_difference < 1e-3
 
 
 @torch.inference_mode()
@@ -287,23 +239,8 @@ def test_a_checkpoint_without_some_weights_is_refused(tmp_path):
         CausalModel(str(directory))
 
 
-NAMES = {
-    "W8A8": "compressed-tensors int-quantized", "W4A16": "compressed-tensors pack-quantized", "GPTQ": "gptq 4", "AWQ": "awq 4",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("form", NAMES)
-def test_how_weights_are_quantised_is_in_the_fingerprint(tmp_path, form):
-    given = MODEL_DIR, quantised(form, tmp_path / form)
-    plain, shape = (CausalModel(str(path), weights=False).fingerprint for path in given)
-    assert f"quantisation: none, not {NAMES[form]}" in plain.differences(shape)
-    assert plain.differences(shape, weights=False) == []
-
-
-@pytest.mark.parametrize(("form", "needs"), [("GPTQ", "optimum"), ("AWQ", "gptqmodel")])
-def test_a_model_that_transformers_cannot_compute_is_refused_with_the_way_to_build_it(tmp_path, capsys, form, needs):
-    model, sheet = str(quantised(form, tmp_path / form)), str(SHEETS_DIR / "ward-a.txt")
-    assert main(["build", "--home", str(tmp_path), "--model", model, "--document", sheet, "--id", "a"])
-    said = capsys.readouterr().err
-    assert all(part in said for part in (NAMES[form], needs, "`build --url URL`"))
-    assert not (tmp_path / "cartridges").exists()
+@pytest.mark.parametrize(("form", "name", "needs"), [("GPTQ", "gptq 4", "optimum"), ("AWQ", "awq 4", "gptqmodel")])
+def test_a_model_that_transformers_cannot_compute_is_refused_with_the_way_to_build_it(tmp_path, form, name, needs):
+    with pytest.raises(UnsupportedModel) as refused:
+        CausalModel(str(quantised(form, tmp_path / form)))
+    assert all(part in str(refused.value) for part in (name, needs, "`build --url URL`"))
