@@ -146,27 +146,21 @@ def test_an_adapter_that_was_loaded_in_place_finds_nothing_but_within_one_reques
     assert apart(_request(params={ADAPTER: first})) is None
 
 
-@pytest.mark.parametrize("place", ["disk", "remote"])
-def test_other_places_of_lmcaches_keep_what_is_computed_and_nothing_of_a_cartridge(tmp_path, cartridge, place):
-    """A file system as a remote place is read by the next server too, if it packs its blocks alike; LMCache 0.5.6 forgets
-    what it has on its local disk."""
+def test_a_remote_place_of_lmcaches_keeps_what_is_computed_and_nothing_of_a_cartridge(tmp_path, cartridge):
+    """It is read by the next server too, if that packs its blocks alike."""
     where = tmp_path / "elsewhere"
     where.mkdir()
-    options: dict[str, Any] = {"local_cpu": False, "local_disk": str(where), "max_local_disk_size": 1.0}
-    if place == "remote":
-        options = {"local_cpu": False, "remote_url": f"fs://localhost:0/{where}", "remote_serde": "naive"}
+    options = {"local_cpu": False, "remote_url": f"fs://localhost:0/{where}", "remote_serde": "naive"}
     ids, configs, kv = cartridge.prompt, cartridge.configs, cartridge.made.kv
     with _saving(tmp_path, cartridge, **options) as saving:
         saving.loaded(ids[:P], configs)
-        computed = saving.save(ids, P, configs)
+        expected = torch.cat([kv, saving.save(ids, P, configs)[:, :, P:]], dim=2)
         until(lambda: saving.hits(ids, configs) == P + BEHIND)
-        assert torch.equal(saving.loaded(ids, configs), torch.cat([kv, computed[:, :, P:]], dim=2))
+        assert torch.equal(saving.loaded(ids, configs), expected)
         until(lambda: nothing_is_owed(plugin(saving.engine).store))
     assert len(list(where.rglob("*"))) == BEHIND // CHUNK
     with _saving(tmp_path, cartridge, **options) as saving:
-        again = saving.loaded(ids, configs)
-        assert again.shape[2] == (P + BEHIND if place == "remote" else P)
-        assert torch.equal(again[:, :, P:], computed[:, :, P : again.shape[2]])
+        assert torch.equal(saving.loaded(ids, configs), expected)
     with _saving(tmp_path, cartridge, 64, **options) as saving:
         assert saving.hits(ids, configs) == P, "blocks of another size are no KV for these"
 
@@ -174,7 +168,6 @@ def test_other_places_of_lmcaches_keep_what_is_computed_and_nothing_of_a_cartrid
 def test_what_was_computed_for_a_name_is_handed_out_under_it_once(saving):
     ids = make_ids(5 * CHUNK + 1, 9)
     kv = saving.save(ids, 0, {CAPTURE: "mine"} | tenant("mine"))
-    assert captured("mine", ids, 7) is None, "there is no such chunk, and nothing is let go of that was not fetched"
     for chunk in range(5):
         expected = heads_bytes(kv[:, :, chunk * CHUNK : (chunk + 1) * CHUNK])
         assert captured("other", ids, chunk) is None
@@ -214,14 +207,12 @@ def test_a_tenant_is_the_clients_own_salt():
     ):  # fmt: skip
         assert _tenant(salt, params) == expected, params
     params = {"lmcache.tag.own": "x"}
-    sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params, "other": 1})
+    sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params})
     one, two = (Request(name, [1], sampling, None, cache_salt=name) for name in "ab")
     keep_apart(one)
     keep_apart(two)
     assert one.kv_transfer_params[TENANT] != two.kv_transfer_params[TENANT], "they share parameters and no tenant"
-    assert params == {"lmcache.tag.own": "x"}
     assert list(one.kv_transfer_params) == ["lmcache.tag.own", TENANT], "LMCache's keys have tags in their order"
-    assert one.sampling_params.extra_args["other"] == 1
 
 
 def _step(name: str, blocks: list[int], *, loads: bool = False) -> Any:
@@ -250,16 +241,10 @@ def test_nothing_is_saved_that_rests_on_what_could_not_be_loaded():
 
 def test_what_one_rank_could_not_load_no_rank_saves():
     asked: list[set[int]] = []
-
-    def others(blocks: set[int]) -> set[int]:
-        asked.append(blocks)
-        return blocks | {3}
-
-    lost = Lost(4, others)
+    lost = Lost(4, lambda blocks: asked.append(blocks) or blocks | {3})
     assert _saved(lost, [_step("a", [1]), _step("b", [3])], set()) == ["a", "b"]
     assert not asked, "ranks wait for each other only in steps that load"
     assert _saved(lost, [_step("a", [1], loads=True), _step("b", [3])], set()) == ["a"]
-    assert asked == [set()]
 
 
 def _union(rank: int, place: str) -> list[set[int]]:

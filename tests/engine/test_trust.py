@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from homes import CHUNK, Home, Prompt, chunk_bytes, lent, prompt_for
-from making import Made, make_artifact, make_ids
+from homes import CHUNK, Home, Prompt, chunk_bytes, lent
+from making import make_artifact, make_ids
 
 from lmcache_cartridge.artifact.reading import load_token_ids
 from lmcache_cartridge.engine.withdrawals import Withdrawals
-from lmcache_cartridge.library.quarantine import Quarantine
 from lmcache_cartridge.memory.store import CartridgeStore
 
 IDS = make_ids(64, 7)
@@ -18,176 +17,166 @@ TRUSTED = {"reload_s": 0, "plain_prompts": "trusted"}
 class Twins:
     """Two cartridges of the same tokens, `bad` registered last, so that it would lead, and both in memory."""
 
-    def __init__(self, home: Home, shared: int = 64) -> None:
+    def __init__(self, home: Home, good: bool | None, bad: bool | None, shared: int = 64) -> None:
+        """`good` and `bad` are how the canaries ended; None for one that was not asked."""
         self.good = home.make("good", positions=64, seed=1, token_ids=IDS)
         self.bad = home.make("zbad", positions=64, seed=2, token_ids=IDS[:shared] + make_ids(64 - shared, 8))
         self.store = home.open(settings=TRUSTED)
-        self.prompt = prompt_for(home, self.good, "good")
+        self.hashes = home.prompt("good").hashes
         for name, made in (("good", self.good), ("zbad", self.bad)):
-            prompt, digest = prompt_for(home, made, name), made.manifest.digest
-            assert self.store.lookup(prompt.hashes, digest) == 4
-            assert all(self.store.release(chunk_hash, digest) for chunk_hash in prompt.hashes[:4])
+            _look_up(self.store, home.prompt(name), made.manifest.digest)
+        self.told(good, bad)
 
-    def told(self, good: bool | None, bad: bool | None) -> Twins:
-        """Tell the store how the canaries ended; None for one that was not asked."""
+    def told(self, good: bool | None, bad: bool | None) -> None:
+        """Tell the store how the canaries ended."""
         for made, passed in ((self.good, good), (self.bad, bad)):
             if passed is not None:
                 self.store.tried(made.manifest.digest, "canary", passed)
-        return self
-
-    def whose(self, data: bytes | None, chunk: int) -> str:
-        return next((n for n in ("good", "bad") if data == chunk_bytes(getattr(self, n), chunk)), "nobody")
 
     def lent(self) -> list[str]:
         """Return whose chunks are lent, in a row."""
-        loans = self.store.lend_run(self.prompt.hashes[:4])
-        found = [self.whose(loan.bytes.numpy().tobytes(), chunk) for chunk, loan in enumerate(loans)]
-        for loan in loans:
-            loan.close()
+        found = []
+        for chunk, loan in enumerate(self.store.lend_run(self.hashes[:4])):
+            with loan:
+                data = loan.bytes.numpy().tobytes()
+            found += [name for name in ("good", "bad") if data == chunk_bytes(getattr(self, name), chunk)]
         return found
 
-    def hold(self) -> None:
-        """Look all chunks up, which leases them."""
-        assert self.store.lookup(self.prompt.hashes) == 4
 
-    def let_go(self) -> None:
-        assert all(map(self.store.release, self.prompt.hashes[:4]))
+def _look_up(store: CartridgeStore, prompt: Prompt, tag: str | None = None) -> None:
+    """Have all chunks found, and released."""
+    assert store.lookup(prompt.hashes, tag) == 4
+    assert all(store.release(chunk_hash, tag) for chunk_hash in prompt.hashes[:4])
 
 
 @pytest.mark.parametrize(
     ("good", "bad", "shared"), [(True, False, 64), (True, None, CHUNK), (None, None, 64), (None, False, CHUNK)]
 )
 def test_what_is_not_trusted_is_never_lent_in_the_place_of_a_twin(home, good, bad, shared):
-    twins = Twins(home, shared=shared).told(good, bad)
-    assert twins.store.lookup(twins.prompt.hashes) == twins.store.resident(twins.prompt.hashes) == (4 if good else 0)
+    twins = Twins(home, good, bad, shared)
+    assert twins.store.lookup(twins.hashes) == twins.store.resident(twins.hashes) == (4 if good else 0)
     assert twins.lent() == (["good"] * 4 if good else [])
 
 
 def test_what_is_not_trusted_is_lent_to_those_that_name_it(home):
     """And a lease of who named it is no promise to a plain prompt, which ends none of them."""
-    twins = Twins(home).told(True, None)
-    digest, first = twins.bad.manifest.digest, twins.prompt.hashes[0]
-    assert twins.store.lookup(twins.prompt.hashes, digest) == 4
-    assert twins.whose(lent(twins.store, first, digest), 0) == "bad"
+    twins = Twins(home, True, None)
+    digest, first = twins.bad.manifest.digest, twins.hashes[0]
+    assert twins.store.lookup(twins.hashes, digest) == 4
+    assert lent(twins.store, first, digest) == chunk_bytes(twins.bad, 0)
     assert twins.lent() == ["good"] * 4
     assert not twins.store.release(first)
     assert twins.store.release(first, digest)
 
 
 def test_it_is_known_whose_chunks_have_answered_a_prompt(home):
-    twins = Twins(home).told(True, None)
+    twins = Twins(home, True, None)
     trust, engine = twins.store.trust, twins.store.engine
     assert trust.answers(engine, list(IDS)) == [], "it may answer, and has not"
-    twins.hold()
-    assert twins.lent() == ["good"] * 4
+    _look_up(twins.store, home.prompt("good"))
     assert trust.answers(engine, [*IDS, 5]) == [("good@1", 64)]
     assert trust.answers(engine, list(IDS[: 2 * CHUNK - 1])) == [("good@1", CHUNK)]
-    assert trust.answers(engine, [5, *IDS]) == []
-    twins.let_go()
-    assert twins.told(None, True).lent() == ["bad"] * 4
+    twins.told(None, True)
+    _look_up(twins.store, home.prompt("good"))
     assert trust.answers(engine, list(IDS)) == [("zbad@1", 64)], "the leader"
     twins.told(False, False)
     assert trust.answers(engine, list(IDS)) == [], "what was withdrawn is never found again"
 
 
 def test_what_a_lookup_leased_is_lent_though_another_leads_since_unless_that_is_quarantined(home):
-    twins = Twins(home).told(True, None)
-    twins.hold()
+    twins = Twins(home, True, None)
+    assert twins.store.lookup(twins.hashes) == 4
     twins.told(None, True)
     assert twins.lent() == ["good"] * 4
-    twins.let_go()
-    assert not twins.store.release(twins.prompt.hashes[0]), "a lease is left"
+    assert all(map(twins.store.release, twins.hashes[:4]))
     assert twins.lent() == ["bad"] * 4, "without a lease the newest of those that are trusted"
-    Quarantine(home.path / "quarantine").put(twins.bad.manifest.digest, "by hand")
+    home.quarantine.put(twins.bad.manifest.digest, "by hand")
     twins.store.refresh()
-    twins.hold()
+    assert twins.store.lookup(twins.hashes) == 4
     assert twins.lent() == ["good"] * 4
 
 
-def _alone(home: Home, **settings: object) -> tuple[CartridgeStore, Made, Prompt]:
+def _alone(home: Home, **settings: object) -> tuple[CartridgeStore, str, Prompt]:
     made = home.make(positions=64)
-    return home.open(settings=TRUSTED | settings), made, prompt_for(home, made)
+    return home.open(settings=TRUSTED | settings), made.manifest.digest, home.prompt()
 
 
 def test_one_that_was_not_tried_is_loaded_and_told_once(home):
-    store, made, prompt = _alone(home)
-    assert (store.lookup(prompt.hashes), store.untried()) == (0, [made.manifest.digest])
+    store, digest, prompt = _alone(home)
+    assert (store.lookup(prompt.hashes), store.untried()) == (0, [digest])
     assert store.untried() == []
-    store.tried(made.manifest.digest, "", False)
+    store.tried(digest, "", False)
     assert (store.lookup(prompt.hashes), store.untried()) == (0, []), "it has no canary: it is not asked for again"
 
 
 @pytest.mark.parametrize(
     ("settings", "passed", "found"),
     [
-        ({"plain_prompts": "all"}, None, 4), ({"plain_prompts": "all"}, False, 0), ({"plain_prompts": "none"}, None, 0),
-        ({"plain_prompts": "none"}, True, 0), ({}, True, 4), ({"canary": False}, None, 0),
+        ({"plain_prompts": "all"}, None, 4), ({"plain_prompts": "all"}, False, 0), ({"plain_prompts": "none"}, True, 0),
+        ({}, True, 4), ({"canary": False}, None, 0),
     ],
 )  # fmt: skip
 def test_the_setting_says_whom_plain_prompts_may_get(home, settings, passed, found):
     """And nothing is loaded for what they may not get: nobody will try it."""
-    store, made, prompt = _alone(home, **settings)
+    store, digest, prompt = _alone(home, **settings)
     if passed is not None:
-        store.tried(made.manifest.digest, "canary", passed)
+        store.tried(digest, "canary", passed)
     assert (store.lookup(prompt.hashes), store.untried()) == (found, [])
     assert found or store.cpu.stats().misses == 0
-    assert store.lookup(prompt.hashes, made.manifest.digest) == 4, "who names it gets it all the same"
+    assert store.lookup(prompt.hashes, digest) == 4, "who names it gets it all the same"
 
 
 def _stamp(home: Home) -> int | None:
     return Withdrawals(home.path / "quarantine").stamp()
 
 
-def _answer(store: CartridgeStore, made: Made, prompt: Prompt) -> None:
+def _answer(store: CartridgeStore, digest: str, prompt: Prompt) -> None:
     """Trust a cartridge and have it answer a prompt that does not name it."""
-    store.tried(made.manifest.digest, "canary", True)
-    assert store.lookup(prompt.hashes) == 4
-    assert all(store.release(chunk_hash) for chunk_hash in prompt.hashes[:4])
+    store.tried(digest, "canary", True)
+    _look_up(store, prompt)
 
 
 @pytest.mark.parametrize("why", ["removed", "removed but for a client's", "canary", "quarantine"])
 def test_what_answered_plain_prompts_and_is_taken_back_is_a_withdrawal(home, why):
-    store, made, prompt = _alone(home)
-    ids, digest = load_token_ids(made.manifest, home.root()).tolist(), made.manifest.digest
+    store, digest, prompt = _alone(home)
     if why == "removed but for a client's":
-        place = home.path / "contexts" / "key" / "1"
+        place, ids = (
+            home.path / "contexts" / "key" / "1",
+            load_token_ids(home.made["doc"].manifest, home.root()).tolist(),
+        )
         assert make_artifact(place, cartridge_id="a", positions=64, token_ids=ids).manifest.digest == digest
         home.registry.register(place)
         store.refresh()
-    _answer(store, made, prompt)
-    assert store.trust.answers(store.engine, ids) == [("doc@1", 64)]
+    _answer(store, digest, prompt)
     store.refresh()
     assert _stamp(home) == 0, "nothing was withdrawn: routers' block hashes stay as they are"
     if why == "canary":
         store.tried(digest, "canary", False)
     elif why == "quarantine":
-        Quarantine(home.path / "quarantine").put(digest, "by hand")
+        home.quarantine.put(digest, "by hand")
     else:
         home.registry.remove("doc")
     store.refresh()
-    assert (store.lookup(prompt.hashes), _stamp(home) > 0) == (0, True)
     first = _stamp(home)
+    assert store.lookup(prompt.hashes) == 0 < first
     store.refresh()
     assert _stamp(home) == first, "once"
 
 
-@pytest.mark.parametrize("asked", ["nobody", "by name", "untried"])
-def test_what_never_answered_a_plain_prompt_leaves_nothing_to_withdraw(home, asked):
-    store, made, prompt = _alone(home)
-    if asked == "by name":
-        assert store.lookup(prompt.hashes, made.manifest.digest) == 4
-    elif asked == "untried":
-        assert store.lookup(prompt.hashes) == 0
+@pytest.mark.parametrize("by_name", [True, False])
+def test_what_never_answered_a_plain_prompt_leaves_nothing_to_withdraw(home, by_name):
+    store, digest, prompt = _alone(home)
+    assert store.lookup(prompt.hashes, digest if by_name else None) == 4 * by_name
     home.registry.remove("doc")
     store.refresh()
     assert _stamp(home) is None
 
 
 def test_a_name_that_goes_while_another_stays_is_no_withdrawal(home):
-    store, made, prompt = _alone(home)
-    home.make("copy", positions=64, token_ids=load_token_ids(made.manifest, home.root()).tolist())
+    store, digest, prompt = _alone(home)
+    home.make("copy", positions=64, token_ids=load_token_ids(home.made["doc"].manifest, home.root()).tolist())
     store.refresh()
-    _answer(store, made, prompt)
+    _answer(store, digest, prompt)
     home.registry.remove("copy")
     store.refresh()
     assert (store.lookup(prompt.hashes), _stamp(home)) == (4, 0)
@@ -195,14 +184,13 @@ def test_a_name_that_goes_while_another_stays_is_no_withdrawal(home):
 
 @pytest.mark.parametrize("down", [True, False], ids=["while none ran", "before the restart"])
 def test_a_withdrawal_outlives_the_process_and_is_seen_by_the_next(home, down):
-    store, made, prompt = _alone(home)
-    _answer(store, made, prompt)
+    store, digest, prompt = _alone(home)
+    _answer(store, digest, prompt)
     if down:
         store.close()
     home.registry.remove("doc")
     if not down:
         store.refresh()
-    assert (_stamp(home) > 0) is not down
     home.open(settings=TRUSTED)
     last = _stamp(home)
     home.open(settings=TRUSTED)
@@ -211,10 +199,10 @@ def test_a_withdrawal_outlives_the_process_and_is_seen_by_the_next(home, down):
 
 def test_every_process_that_had_it_answer_withdraws_it(home):
     """Else the second would go on lending it for a moment to prompts that have the new salt already."""
-    first, made, prompt = _alone(home)
+    first, digest, prompt = _alone(home)
     second = home.open(settings=TRUSTED)
     for store in (first, second):
-        _answer(store, made, prompt)
+        _answer(store, digest, prompt)
     home.registry.remove("doc")
     first.refresh()
     stamp = _stamp(home)
@@ -223,20 +211,20 @@ def test_every_process_that_had_it_answer_withdraws_it(home):
 
 
 def test_where_it_cannot_be_noted_nothing_answers_plain_prompts(home):
-    store, made, prompt = _alone(home)
+    store, digest, prompt = _alone(home)
     (home.path / "quarantine").write_text("no directory")
-    store.tried(made.manifest.digest, "canary", True)
+    store.tried(digest, "canary", True)
     assert (store.lookup(prompt.hashes), store.lend(prompt.hashes[0])) == (0, None)
-    assert store.lookup(prompt.hashes, made.manifest.digest) == 4
+    assert store.lookup(prompt.hashes, digest) == 4
 
 
 @pytest.mark.parametrize("restarts", [False, True])
 def test_another_engine_and_a_restart_begin_without_trust_and_withdraw_nothing(home, restarts):
-    store, made, prompt = _alone(home)
-    _answer(store, made, prompt)
+    store, digest, prompt = _alone(home)
+    _answer(store, digest, prompt)
     if restarts:
         store.close()
         store = home.open(settings=TRUSTED)
     else:
         store.trust.begin_trials()
-    assert (store.lookup(prompt.hashes), store.untried(), _stamp(home)) == (0, [made.manifest.digest], 0)
+    assert (store.lookup(prompt.hashes), store.untried(), _stamp(home)) == (0, [digest], 0)

@@ -111,8 +111,7 @@ def test_where_a_tail_cannot_be_written_its_blocks_are_reported_once_the_request
     assert connector.run(first) == set(), "vLLM cannot end it yet"
     assert "r" in connector.spoilt
     again = first._replace(turn=2)
-    assert connector.run(again) == {2, 3, 4} - {3}
-    connector.run(first)
+    assert connector.run(again) == {2, 4}
     connector.kv, expected = torch.randn(2, 3, 36, 2, 8), torch.zeros_like(connector.rows())
     assert connector.run(again) == set(), "the second time it is there"
     expected[:, 40:71] = torch.cat(list(connector.kv[:, :, 5:]), -1)
