@@ -29,13 +29,13 @@ class Adapter(NamedTuple):
     """Why there is no digest."""
     stamp: Any = None
     """What its files looked like when they were loaded."""
-    is_loading: bool = False
-    """Whether that has yet to be found out."""
+    retry_after_s: float | None = None
+    """When to ask again, where that has yet to be found out."""
 
     def check(self) -> None:
         """Raise `Refusal` where it has no digest."""
         if self.digest is None:
-            raise Refusal(503 if self.is_loading else 422, self.problem, retry_after_s=1 if self.is_loading else None)
+            raise Refusal(503 if self.retry_after_s else 422, self.problem, retry_after_s=self.retry_after_s)
 
 
 class Prefix(NamedTuple):
@@ -71,7 +71,7 @@ class Adapters:
     def __init__(self, served: Mapping[str, LoRARequest]) -> None:
         """`served` is vLLM's own, by the name that requests give as their model; it changes."""
         self._served = served
-        self._loaded: dict[str, Adapter] = {}
+        self._loaded: dict[str, Adapter | None] = {}
         self.loads: Counter[str] = Counter()
         """How often vLLM was asked to load each name. Neither its cache nor LMCache's keys know what was loaded in place."""
 
@@ -88,10 +88,7 @@ class Adapters:
         try:
             result = await load(request)
         except BaseException:
-            if before is None:
-                del self._loaded[name]
-            else:
-                self._loaded[name] = before
+            self._loaded[name] = before
             raise
         self.loads[name] += 1
         await self._note(request, stamp)
@@ -114,9 +111,16 @@ class Adapters:
             return Adapter(request, None, why)
         return found
 
+    async def check(self, request: LoRARequest) -> None:
+        """Raise `Refusal` unless what a name stands for is what it did, of a request for it."""
+        found = await self.of(request.lora_name)
+        if found is None or found.request is not request:
+            raise Refusal(503, f"the LoRA adapter {request.lora_name} was loaded again meanwhile", retry_after_s=1)
+        found.check()
+
 
 def _loading(request: LoRARequest) -> Adapter:
-    return Adapter(request, None, f"the LoRA adapter {request.lora_name} is being loaded", is_loading=True)
+    return Adapter(request, None, f"the LoRA adapter {request.lora_name} is being loaded", retry_after_s=1)
 
 
 def check(selection: Selection, adapter: Adapter | None) -> None:
@@ -126,18 +130,12 @@ def check(selection: Selection, adapter: Adapter | None) -> None:
     """
     if selection.tag is None:
         return
-    wanted = selection.lora
     if adapter is not None:
-        if wanted is None:
-            raise Refusal(
-                422, f"{selection.names} was made with the base model, and the LoRA adapter {adapter.request.lora_name} computes "
-                "other KV; ask the base model, or make one by `build --lora`",
-            )  # fmt: skip
         adapter.check()
-    if (adapter and adapter.digest) != wanted:
-        raise Refusal(
-            422, f"{selection.names} was made with a LoRA adapter that the `model` does not name, or with other weights of it"
-        )  # fmt: skip
+    if (adapter and adapter.digest) != selection.lora:
+        base = "the base model, whose KV no LoRA adapter computes; ask that, or make one by `build --lora`"
+        other = "a LoRA adapter that the `model` does not name, or with other weights of it"
+        raise Refusal(422, f"{selection.names} was made with {other if selection.lora else base}")
 
 
 def _directory(request: LoRARequest) -> Path:

@@ -105,6 +105,8 @@ def add_routes(app: FastAPI, admission: Admission) -> None:
         adapter = await admission.adapters.of(posted.model)
         if adapter is not None:
             adapter.check()
+        elif posted.model and posted.model not in admission.router.models:
+            raise Refusal(404, f"no model is called {posted.model[:80]!r}")
         tokenized = partial(host_api.tokenized, request)
         try:
             if posted.messages is not None:

@@ -53,9 +53,13 @@ def served_by(engine: Any, chunk_tokens: int) -> Served | None:
 class Counted(host_api.Around):
     """vLLM's engine client, for what the server asks itself."""
 
+    adapters: Adapters
+
     async def generate(self, prompt: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        """Generate. Each request has one output."""
+        """Generate. Each request has one output. Raises `Refusal` where another adapter may have computed a part of it."""
         async for output in self.inner.generate(prompt, *args, **kwargs):
+            if adapter := kwargs["lora_request"]:
+                await self.adapters.check(adapter)
             cached = output.num_cached_tokens or 0
             requests().count("own_tokens", "cached", cached)
             requests().count("own_tokens", "computed", len(prompt["prompt_token_ids"]) - cached)
@@ -103,7 +107,8 @@ class Admission:
             logger.info("rank %d serves %d cartridges", rank["rank"], rank["served"])
         served = from_plain((await self.client.ask("fingerprint"))[0])
         self.resolver.model, self.resolver.context = served, engine.model_config.max_model_len
-        chunk_tokens, asked = ranks[0]["chunk_tokens"], cast(EngineClient, Counted(engine))
+        chunk_tokens, asked = ranks[0]["chunk_tokens"], cast(Any, Counted(engine))
+        asked.adapters = self.adapters
         self.canaries = Canaries(self.settings, asked, self.client, self.resolve, chunk_tokens, served)
         if self.settings.contexts:
             self.maker = Maker(self, asked, chunk_tokens, served)

@@ -184,7 +184,9 @@ class Canaries:
         for trial in trials(selection) if self._settings.canary else ():
             key = self._key(trial)
             if key in self._ended and (problem := self._ended[key][1]):
-                return _failed(trial.manifest, problem)
+                return Unservable(
+                    422, f"{trial.manifest.name} is set aside on this engine: {problem}", trial.manifest.digest
+                )
         return None
 
     async def check(self, selection: Selection) -> Refusal | None:
@@ -316,7 +318,3 @@ def _compare(expected: Expected, output: Any, whole: int, logprobs_mode: str) ->
             more = values[0] - max(each.values())
             each.update({token: value + more for token, value in each.items()})
     return compare(expected, list(given.token_ids), logprobs)
-
-
-def _failed(manifest: Manifest, problem: str) -> Unservable:
-    return Unservable(422, f"{manifest.name} is set aside on this engine: {problem}", manifest.digest)

@@ -150,10 +150,7 @@ async def _read(receive: Any) -> bytes:
 def error(refusal: Refusal) -> JSONResponse:
     """Return an error as vLLM writes those of the renderer; a client is told whether asking again is of use."""
     body = {"message": str(refusal), "type": HTTPStatus(refusal.status).phrase, "param": None, "code": refusal.status}
-    if refusal.retry_after_s is None:
-        never_again()
-    else:
-        retry_after(refusal.retry_after_s)
+    retry_after(refusal.retry_after_s)
     return JSONResponse({"error": body}, status_code=refusal.status)
 
 
@@ -231,14 +228,15 @@ def is_noted() -> bool:
     return _NAMES.encode() in current().headers
 
 
-def retry_after(seconds: float) -> None:
-    """Send `Retry-After` with the response of the current request, and what has OpenAI's client heed it."""
-    current().headers |= {b"x-should-retry": b"true", b"retry-after": str(max(1, round(seconds))).encode()}
+def retry_after(seconds: float | None) -> None:
+    """Send `Retry-After` with the response of the current request, and what has OpenAI's client heed it.
 
-
-def never_again() -> None:
-    """Tell OpenAI's client that asking again is in vain: by itself it asks three times where it hears 409."""
-    current().headers[b"x-should-retry"] = b"false"
+    With None that asking again is in vain: by itself that client asks three times where it hears 409.
+    """
+    headers = current().headers
+    headers[b"x-should-retry"] = b"false" if seconds is None else b"true"
+    if seconds is not None:
+        headers[b"retry-after"] = str(max(1, round(seconds))).encode()
 
 
 class ResponseHeaders:

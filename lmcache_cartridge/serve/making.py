@@ -282,8 +282,6 @@ class Maker:
         selection = Selection((manifest,), ((str(root), str(root)),), tuple(ids), tuple(ids), adapter=adapter)
         if (refusal := await self._admission.canaries.check(selection)) is not None:
             raise refusal
-        if adapter and await self._admission.adapters.of(adapter.lora_name) is not prefix.adapter:
-            raise Refusal(503, "the LoRA adapter was loaded again meanwhile", retry_after_s=1)
         return context._replace(digest=manifest.digest, bytes=manifest.payload_bytes, done=len(ids))
 
     def tidy(self) -> None:

@@ -40,7 +40,6 @@ SHOWN = {"cartridge_id": "these token ids were shown; name the cartridge where a
 """KV transfer parameters of a rendered request, which `GuardedEngine` refuses."""
 COMPUTE = Selection((), (), (), ())
 """What a request selects by `"cartridges": false`: that nothing is injected."""
-_ADAPTER = "the LoRA adapter is not the one that the request's cartridges were compared with; ask again"
 
 
 def _rendering(how: str, has: Callable[[Any], Any]) -> Any:
@@ -250,7 +249,10 @@ class GuardedEngine(Around):
             if adapter is not transfer.claim.selection.adapter:
                 transfer.claim.end_prompt()
                 with _refusals_as_http(self._settings):
-                    raise Refusal(503, _ADAPTER, retry_after_s=1)
+                    raise Refusal(
+                        503, "the LoRA adapter is not the one that the request's cartridges were compared with; ask again",
+                        retry_after_s=1,
+                    )  # fmt: skip
             outputs: Any = self._generate_granted(transfer.claim, prompt, params, request_id, kwargs)
         elif isinstance(transfer, Computed):
             outputs = self.inner.generate(prompt, params, request_id, **kwargs)
@@ -400,12 +402,8 @@ def _refusals_as_http(settings: Settings) -> Iterator[None]:
     try:
         yield
     except Refusal as refusal:
-        status = refusal.status
-        if refusal.retry_after_s is not None:
-            status = settings.retry_status
-            http.retry_after(refusal.retry_after_s)
-        else:
-            http.never_again()
+        status = refusal.status if refusal.retry_after_s is None else settings.retry_status
+        http.retry_after(refusal.retry_after_s)
         raise GracefulHTTPError(str(refusal), HTTPStatus(status)) from None
     except CartridgeError:
         logger.exception("a request's cartridges could not be prepared")

@@ -10,6 +10,7 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import msgspec
 import pytest
@@ -26,6 +27,7 @@ from lmcache_cartridge.artifact.canary import Asked, Expected, ServedCanary
 from lmcache_cartridge.artifact.reading import MANIFEST, load_token_ids
 from lmcache_cartridge.engine.contract import TAG
 from lmcache_cartridge.memory.store import CartridgeStore
+from lmcache_cartridge.serve.adapters import Adapter
 from lmcache_cartridge.serve.canary import Trial
 from lmcache_cartridge.serve.request import Reference, Refusal
 
@@ -198,6 +200,23 @@ def test_one_that_could_not_be_asked_is_no_pass_and_asked_again(run, why):
         assert await _each(admission, "a", "doc") == ["kv", "kv"]
 
     run(work, ready_timeout_s=1.0 if why == "late" else 60.0)
+
+
+def test_one_that_was_tried_while_another_adapter_took_the_place_of_its_own_is_asked_again(run):
+    old, new = (SimpleNamespace(lora_name="one", lora_path="/none", lora_int_id=1) for _ in range(2))
+
+    async def work(admission: Admission, engine: Engine) -> None:
+        selection = (await admission.resolve([Reference(id="a")]))._replace(adapter=old)
+        for adapter, is_wrong, status in (
+            (Adapter(new, "b"), True, 503),
+            (Adapter(old, None), True, 503),
+            (Adapter(old, "a"), False, None),
+        ):
+            engine.wrong = {selection.tag} if is_wrong else set()
+            admission.adapters.of = AsyncMock(return_value=adapter)
+            assert getattr(await admission.canaries.check(selection), "status", None) == status
+
+    run(work)
 
 
 def test_what_is_not_in_memory_is_not_tried(run, home):

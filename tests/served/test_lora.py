@@ -117,6 +117,8 @@ def test_a_context_is_of_the_model_that_it_is_made_by_and_refused_to_others(serv
             assert difference(reply, _computed(served, ids + question, model)) < NOISE
         for other in MODELS.keys() - {model}:
             assert "made with" in _refused(served, other, [name])
+    strange = served.http.post(route, json={"token_ids": ids, "model": "three"})
+    assert strange.status_code == 404 and "'three'" in strange.text, "the base model would compute it"
     for name in names.values():
         assert served.http.delete(f"{route}/{name}").status_code == 200
 
