@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -36,7 +35,6 @@ def test_short_cartridges_are_measured_by_questions_of_their_own(tmp_path):
     shares = {one.case["way"]: one for one in figures if one.unit == "share" and one.case["sheet"] != "all"}
     assert list(shares) == ["compact 4x", "document", "nothing", "train 4x"]
     assert shares["nothing"].value < 0.3 < 0.9 < shares["document"].value and shares["document"].n > 20
-    assert {one.case["way"] for one in figures if one.what == "making"} == {"compact 4x", "train 4x"}
 
 
 def test_the_model_that_is_made_is_one_that_cartridges_can_be_made_for(tmp_path):
@@ -57,7 +55,6 @@ def test_the_model_that_is_made_is_one_that_cartridges_can_be_made_for(tmp_path)
 HITS = [
     ([0, 1, 2, 0, 1, 2], 2, {"LRU": 0, "LFU": 0, "optimum": 2}),
     ([0, 0, 0, 1, 2, 0], 2, {"LRU": 2, "LFU": 3, "optimum": 3}),
-    ([0, 1, 0, 1], 2, {"LRU": 2, "LFU": 2, "optimum": 2}),
 ]
 
 
@@ -85,23 +82,17 @@ def test_dropping_a_file_from_the_page_cache_is_proved(tmp_path):
     assert retrieval.cached_share(path) == 0.0
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["corpus", "retrieval", "cold_fetch", "fleet", "gpu", "inject", "models", "replacement", "saving", "scale", "ttft"],
-)
-def test_help_says_what_is_compared(name, capsys):
-    main: Callable[[list[str]], None] = importlib.import_module(name).main
-    with pytest.raises(SystemExit) as ended:
-        main(["--help"])
-    assert ended.value.code == 0 and f"benchmarks/{name}.py" in capsys.readouterr().out
+@pytest.mark.parametrize("name", ["cold_fetch", "models", "saving", "ttft"])
+def test_what_no_test_runs_says_what_it_compares(name, capsys):
+    with pytest.raises(SystemExit):
+        importlib.import_module(name).main(["--help"])
+    assert f"benchmarks/{name}.py" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("changes", "sound"), [
-    ({}, True), ({"cartridge": 0.1}, False), ({"chain": 0.1}, False), ({"trained": 0.1}, False), ({"other": 1e-4}, False),
+    ({}, True), ({"cartridge": 0.1}, False), ({"chain": 0.1}, False), ({"trained": float("nan")}, False), ({"other": 1e-4}, False),
     ({"cartridge": 0.1, "noise": 0.08}, True), ({"chain": None, "trained": None}, True),
-    ({"noise": None, "note": "refused: it has no KV"}, True), ({"noise": None, "note": "not served here: x"}, True),
-    ({"noise": None, "note": "not served: x"}, False),
-    ({"cartridge": float("nan")}, False), ({"trained": float("nan")}, False),
+    ({"noise": None, "note": "refused: it has no KV"}, True), ({"noise": None, "note": "not served: x"}, False),
 ])  # fmt: skip
 def test_a_family_is_sound_at_the_noise_only_or_refused_with_a_reason(changes, sound):
     models = importlib.import_module("models")
@@ -111,9 +102,8 @@ def test_a_family_is_sound_at_the_noise_only_or_refused_with_a_reason(changes, s
 
 @pytest.mark.parametrize(("said", "sound"), [
     ("ModuleNotFoundError: No module named 'torchvision'\nModel architectures ['X'] failed to be inspected.", True),
-    ("ImportError: cannot import name 'Y'\nModel architectures ['X'] failed to be inspected.", False),
     ("torchvision is not there, a slower way is taken\nModel architectures ['X'] failed to be inspected.", False),
-    ("No module named 'torchvision'", False), ("UnsupportedEngine: it has no KV", True), (None, False),
+    ("UnsupportedEngine: it has no KV", True), (None, False),
 ])  # fmt: skip
 def test_a_family_that_cannot_be_imported_is_sound_only_where_torchvision_is_why(tmp_path, monkeypatch, said, sound):
     models = importlib.import_module("models")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import io
 import json
 import os
@@ -247,31 +246,3 @@ def test_a_command_of_the_pages_does_what_it_says(shell, command):
         answer = json.loads(done.stdout)
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 1024
         assert answer["choices"][0]["message"]["content"]
-
-
-PASSES = " ".join((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split())
-
-
-@pytest.mark.parametrize(("file", "name"), re.findall(r"`([a-z_/]+\.py)`: `([A-Za-z_.]+)`", PASSES))
-def test_what_the_two_passes_name_is_there(file, name):
-    body = ast.parse((ROOT / "lmcache_cartridge" / file).read_text(encoding="utf-8")).body
-    for part in name.split("."):
-        [found] = [node for node in body if getattr(node, "name", None) == part]
-        body = found.body
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_a_link_of_a_page_leads_somewhere(page):
-    for link in re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
-        file, _, heading = link.partition("#")
-        target = page.parent / file if file else page
-        if not link.startswith("http"):
-            assert target.exists(), link
-            assert not heading or heading in headings(target), link
-
-
-def headings(page: Path) -> set[str]:
-    """Return what a link may have behind `#`."""
-    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
-    found = re.findall(r"^#+ (.*)$", text, re.M)
-    return {re.sub(r"[^a-z0-9 -]", "", heading.lower()).replace(" ", "-") for heading in found}

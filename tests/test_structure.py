@@ -5,14 +5,12 @@ from __future__ import annotations
 import ast
 import io
 import json
-import statistics
 import subprocess
 import sys
 import tokenize
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import lmcache_cartridge
 
@@ -38,39 +36,21 @@ ALSO = {"settings": {f"{PACKAGE}.artifact.location"}}
 HOSTS = {"lmcache", "vllm", "transformers", "peft", "boto3", "botocore"}
 """What no room above `engine` knows, but for boto3 in the S3 source."""
 MAX_LINES = 450
-MEDIAN_LINES = 150
 PUBLIC_THOUGH_UNDERSCORED = {"_replace", "_asdict", "_fields", "_make", "_MEIPASS"}
 """Of `typing.NamedTuple`, documented."""
 
 
-class Import(NamedTuple):
-    name: str
-    """Absolute, `lmcache_cartridge.library.index`."""
-    at_load: bool
-    """Whether it happens when the module itself is imported."""
-    typing_only: bool
-
-
-def imports(source: str, module: str) -> list[Import]:
-    """Return every import of a module, wherever it stands."""
-    return list(_walk(ast.parse(source), module, at_load=True, typing_only=False))
-
-
-def _walk(node: ast.AST, module: str, *, at_load: bool, typing_only: bool) -> Iterator[Import]:
-    for child in ast.iter_child_nodes(node):
-        inner_load = at_load and not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        inner_typing = typing_only or (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test))
-        if isinstance(child, ast.Import):
-            for alias in child.names:
-                yield Import(alias.name, at_load, typing_only)
-        elif isinstance(child, ast.ImportFrom):
-            base = child.module or ""
-            if child.level:
-                parents = module.split(".")[: -child.level]
-                base = ".".join([*parents, base] if base else parents)
-            for alias in child.names:  # the name may be a module itself
-                yield Import(f"{base}.{alias.name}", at_load, typing_only)
-        yield from _walk(child, module, at_load=inner_load, typing_only=inner_typing)
+def imports(source: str, module: str) -> set[str]:
+    """Return the absolute names of all that a module imports, wherever it does: `lmcache_cartridge.library.index`."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            parents = module.split(".")[: -node.level] if node.level else []
+            base = ".".join([*parents, *filter(None, [node.module])])
+            found |= {f"{base}.{alias.name}" for alias in node.names}  # the name may be a module itself
+    return found
 
 
 def private_reach(source: str) -> list[str]:
@@ -128,9 +108,8 @@ def room(module: str) -> str | None:
     return parts[1] if parts[0] == PACKAGE and len(parts) > 1 and parts[1] in ROOMS else None
 
 
-def modules_of(found: Import) -> str | None:
+def module_of(name: str) -> str | None:
     """Return the module of this package that an import names, None for others."""
-    name = found.name
     while name.startswith(PACKAGE):
         if name in FILES:
             return name
@@ -145,15 +124,11 @@ import a.b
 from .keys import ChunkKey
 from . import artifact
 from ..store import Store, _hidden
-from typing import TYPE_CHECKING
-if TYPE_CHECKING:
-    import c
 def f():
     import d
     class G:
         from e import f
 class H:
-    import g
     def _mine(self): self._own = other._theirs._replace()
 try:
     import h
@@ -161,14 +136,11 @@ except ImportError:
     pass
 H()._mine(), x._own
 """
-    found = imports(source, f"{PACKAGE}.serve.backend")
-    assert {i.name for i in found} == {
+    assert imports(source, f"{PACKAGE}.serve.backend") == {
         "__future__.annotations", "a.b", f"{PACKAGE}.serve.keys.ChunkKey", f"{PACKAGE}.serve.artifact",
-        f"{PACKAGE}.store.Store", f"{PACKAGE}.store._hidden", "typing.TYPE_CHECKING", "c", "d", "e.f", "g", "h",
+        f"{PACKAGE}.store.Store", f"{PACKAGE}.store._hidden", "d", "e.f", "h",
     }  # fmt: skip
-    assert {i.name for i in found if not i.at_load} == {"d", "e.f"}
-    assert {i.name for i in found if i.typing_only} == {"c"}
-    assert private_reach(source) == ["6: _hidden", "16: _theirs"]
+    assert private_reach(source) == ["6: _hidden", "12: _theirs"]
 
 
 def test_the_root_has_three_files_and_the_rooms():
@@ -179,21 +151,18 @@ def test_the_root_has_three_files_and_the_rooms():
 
 def test_every_import_points_up():
     wrong = [
-        (module, i.name)
+        (module, name)
         for module, found in IMPORTS.items()
         if (here := room(module))
-        for i in found
-        if (there := room(i.name)) and ROOMS.index(there) > ROOMS.index(here)
-        if modules_of(i) not in ALSO.get(here, ())
+        for name in found
+        if (there := room(name)) and ROOMS.index(there) > ROOMS.index(here)
+        if module_of(name) not in ALSO.get(here, ())
     ]
     assert wrong == [], "imports from rooms below its own"
 
 
 def test_no_module_imports_itself_by_way_of_others():
-    needs = {
-        module: {there for i in found if (there := modules_of(i)) is not None} - {module, PACKAGE}
-        for module, found in IMPORTS.items()
-    }
+    needs = {module: set(map(module_of, found)) - {module, PACKAGE, None} for module, found in IMPORTS.items()}
     while needs:
         ready = {module for module, wanted in needs.items() if not wanted & set(needs)}
         assert ready, f"a circle among {sorted(needs)}"
@@ -212,11 +181,6 @@ def test_no_file_is_too_long():
     assert [module for module, source in SOURCES.items() if len(source.splitlines()) > MAX_LINES] == []
 
 
-def test_most_files_are_short():
-    sizes = [len(source.splitlines()) for module, source in SOURCES.items() if FILES[module].name != "__init__.py"]
-    assert statistics.median(sizes) <= MEDIAN_LINES
-
-
 NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING,
     tokenize.ENDMARKER,
@@ -229,10 +193,6 @@ def code_tokens(source: str) -> int:
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     nodes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, documented))
     return count - sum(ast.get_docstring(node) is not None for node in nodes)
-
-
-def test_comments_and_docstrings_count_nothing():
-    assert code_tokens('"""Two\nlines."""\n\nx = 1  # why\n') == code_tokens("x = 1\n") == 3
 
 
 def test_no_room_is_larger_than_its_ceiling():
@@ -248,13 +208,9 @@ def test_no_room_is_larger_than_its_ceiling():
 
 def test_the_rooms_above_the_engine_know_no_engine_and_no_cloud():
     for module in [m for m in FILES if (r := room(m)) and ROOMS.index(r) < ROOMS.index("engine")]:
-        allowed = (
-            {"boto3", "botocore"} if module in (f"{PACKAGE}.sources.s3", f"{PACKAGE}.sources.s3_client") else set()
-        )
-        named = [i for i in IMPORTS[module] if i.name.partition(".")[0] in HOSTS - allowed]
-        assert [i.name for i in named] == [], module
-        cloud = [i for i in IMPORTS[module] if i.name.partition(".")[0] in allowed and not i.typing_only]
-        assert not [i.name for i in cloud if i.at_load], f"{module}: boto3 is imported when it is used"
+        is_s3 = module in (f"{PACKAGE}.sources.s3", f"{PACKAGE}.sources.s3_client")
+        hosts = HOSTS - ({"boto3", "botocore"} if is_s3 else set())
+        assert [name for name in IMPORTS[module] if name.partition(".")[0] in hosts] == [], module
 
 
 def _loaded_by(code: str, *arguments: str) -> list[set[str]]:
@@ -283,35 +239,22 @@ def test_decoders_are_made_when_their_module_is_imported():
 
 def late_decoders(tree: ast.AST) -> Iterator[str]:
     """Yield what has msgspec learn types while functions run."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and (name := ast.unparse(node.func)).startswith("msgspec."):
-            if name == "msgspec.convert" or (
-                name.endswith(".decode")
-                and any(k.arg == "type" and ast.unparse(k.value) != "list" for k in node.keywords)
-            ):
-                yield name
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield from (
-                name
-                for inner in ast.walk(node)
-                if isinstance(inner, ast.Call) and (name := ast.unparse(inner.func)).endswith(".Decoder")
-            )
+    for function in ast.walk(tree):
+        for node in ast.walk(function) if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef) else ():
+            if isinstance(node, ast.Call) and (name := ast.unparse(node.func)).startswith("msgspec."):
+                is_typed = any(k.arg == "type" and ast.unparse(k.value) != "list" for k in node.keywords)
+                if name.endswith((".Decoder", ".convert")) or is_typed:
+                    yield name
 
 
 def test_late_decoders_are_noticed():
-    late = (
-        "def f(x): return msgspec.json.decode(x, type=T), msgspec.msgpack.Decoder(T).decode(x), msgspec.convert(x, T)"
-    )
-    assert sorted(late_decoders(ast.parse(late))) == [
-        "msgspec.convert",
-        "msgspec.json.decode",
-        "msgspec.msgpack.Decoder",
-    ]
+    late = "msgspec.json.decode(x, type=T), msgspec.msgpack.Decoder(T).decode(x), msgspec.convert(x, T)"
+    assert len(list(late_decoders(ast.parse(f"def f(x): return {late}")))) == 3
     assert not list(late_decoders(ast.parse("d = msgspec.json.Decoder(T)\ndef f(x): return msgspec.json.decode(x)")))
 
 
-def test_importing_the_package_loads_nothing_heavy():
-    [loaded] = _loaded_by("import lmcache_cartridge")
+def test_importing_the_package_and_what_reads_s3_loads_nothing_heavy():
+    [loaded] = _loaded_by("import lmcache_cartridge.sources.s3")
     assert PACKAGE in loaded
     assert loaded & _HEAVY == set()
 
@@ -327,12 +270,6 @@ def test_listing_loads_nothing_heavy(tmp_path):
     assert loaded & _HEAVY == set()
 
 
-def _lines_of(loaded: set[str]) -> int:
-    """Return how many lines of ours are in modules that were loaded."""
-    ours = [path for path in ROOT.rglob("*.py") if _module(path) in loaded]
-    return sum(len(path.read_text().splitlines()) for path in ours)
-
-
 def test_what_each_connector_loads():
     """vLLM imports a connector's module in every process, in some before LMCache may be imported. In multiprocess mode the store
     is in LMCache's server: of the library there is the type of a hash alone.
@@ -344,9 +281,5 @@ def test_what_each_connector_loads():
     assert own in loaded and {"torch", "vllm"} <= loaded, "the control of those that load nothing heavy"
     assert "lmcache" not in loaded
     assert {room(name) for name in loaded} <= {None, "errors", "settings", "artifact", "memory", "engine"}
-    assert 1000 < _lines_of(loaded) <= 3000
-    assert other in beside
-    assert {room(name) for name in beside} <= {None, "errors", "settings", "artifact", "library", "memory", "engine"}
-    assert f"{PACKAGE}.memory.store" not in beside
+    assert other in beside and f"{PACKAGE}.memory.store" not in beside
     assert {name for name in beside if name.startswith(f"{PACKAGE}.library.")} == {f"{PACKAGE}.library.index"}
-    assert 1000 < _lines_of(beside) <= 6100
