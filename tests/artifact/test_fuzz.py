@@ -84,16 +84,6 @@ def _mutated_fields(data: bytes, chance: random.Random) -> bytes:
     return json.dumps(document).encode()
 
 
-def _mutated_bytes(data: bytes, chance: random.Random) -> bytes:
-    """Flip, cut, insert or repeat some bytes."""
-    for _ in range(chance.randint(1, 4)):
-        start, end = sorted((chance.randrange(len(data) + 1), chance.randrange(len(data) + 1)))
-        end = min(end, start + chance.choice([1, 8, 200]))
-        new = chance.choice([b"", chance.randbytes(max(end - start, 1)), data[start:end] * 50, b"[" * 3000, b"9" * 400])
-        data = data[:start] + new + data[end:] or b"{"
-    return data
-
-
 def _signed(data: bytes) -> bytes:
     """Give a manifest the digest of its content, as a forger would, where it can have one."""
     try:
@@ -145,50 +135,23 @@ def _read_cheaply(made: Made, root: Path, *, original: bool) -> str:
     return results[0]
 
 
-@pytest.mark.parametrize(
-    ("mutate", "signed"),
-    [(_mutated_fields, False), (_mutated_fields, True), (_mutated_bytes, False)],
-    ids=["fields", "forged fields", "bytes"],
-)
-def test_a_mutated_manifest_is_an_error_or_sound_and_costs_little(made, root, mutate, signed):
+@pytest.mark.parametrize("signed", [False, True])
+def test_a_mutated_manifest_is_an_error_or_sound_and_costs_little(made, root, signed):
     chance, seen = random.Random(1), set()
     data = (root / MANIFEST).read_bytes()
     for _ in range(2500):
-        mutated = mutate(data, chance)
+        mutated = _mutated_fields(data, chance)
         _overwrite(root / MANIFEST, _signed(mutated) if signed else mutated)
         seen.add(_read_cheaply(made, root, original=not signed))
     assert {"ManifestError", "sound"} <= seen
     assert not signed or {"TruncatedPayload", "CorruptChunk", "ArtifactError"} & seen
 
 
-def test_a_mutated_header_is_an_error_of_its_own_and_costs_little(made, root):
-    chance, seen = random.Random(2), set()
-    data = (root / PAYLOAD).read_bytes()
-    length = int.from_bytes(data[:8], "little")
-    text, rest = data[8 : 8 + length], data[8 + length :]
-
-    def check() -> None:
-        with pytest.raises(ArtifactError, match="cartridge doc@1: .*payload.safetensors") as caught:
-            reading.check_local_header(made.manifest, root)
-        seen.add(type(caught.value))
-
-    for turn in range(2600):
-        mutated = (_mutated_fields if turn % 2 else _mutated_bytes)(text.rstrip(), chance).ljust(length)[:length]
-        head = length if turn % 5 else chance.choice([0, 1, length - 1, length + 8, 1 << 20, 1 << 40, (1 << 64) - 1])
-        whole = head.to_bytes(8, "little") + mutated
-        if whole == data[: 8 + length] or mutated == text:
-            continue
-        _overwrite(root / PAYLOAD, whole + rest)
-        assert _peak(check) < LIMIT_BYTES
-    assert seen == {ArtifactError, WrongDtype, WrongShape}
-
-
 @pytest.mark.parametrize("made", ["plain"], indirect=True)
-@pytest.mark.parametrize("field", ["layers", "head_size"])
-def test_a_forged_manifest_of_a_huge_cartridge_is_refused_before_anything_is_allocated(made, root, field):
+def test_a_forged_manifest_of_a_huge_cartridge_is_refused_before_anything_is_allocated(made, root):
     forged = json.loads((root / MANIFEST).read_bytes())
     shape, payload = forged["fingerprint"], forged["payload"]
-    shape[field] = (1 << 24) - 1
+    shape["layers"] = (1 << 24) - 1
     token_bytes = 2 * shape["layers"] * 2 * shape["head_size"] * 2
     payload["size_bytes"] = payload["data_offset_bytes"] + 40 * token_bytes
     data = _signed(json.dumps(forged).encode())
@@ -211,3 +174,16 @@ def test_a_forged_number_of_token_ids_is_refused_before_anything_is_allocated(ro
     (root / file).write_bytes((root / "token_ids.npy").read_bytes())
     (root / MANIFEST).write_bytes(_signed(json.dumps(forged).encode()))
     assert _read_cheaply(Made(made.manifest, []), root, original=False) == "ArtifactError"
+
+
+@pytest.mark.parametrize("old, new, error", [
+    (b"BF16", b"FP16", WrongDtype), (b"[2,", b"[3,", WrongShape), (b'"shape"', b'"shade"', ArtifactError), (b"{", b"[", ArtifactError),
+    (b'"', b"\xff", ArtifactError), (b"{", b"[" * 3000, ArtifactError), (b"{", bytes(8) + b"{", ArtifactError),
+])  # fmt: skip
+def test_a_header_that_its_manifest_does_not_describe_is_refused(root, old, new, error):
+    made, data = make_artifact(root, positions=40).manifest, (root / PAYLOAD).read_bytes()
+    assert old in data[:4096]
+    (root / PAYLOAD).write_bytes(data.replace(old, new, 1)[: len(data)].ljust(len(data)))
+    with pytest.raises(error, match="cartridge doc@1: .*payload.safetensors") as caught:
+        reading.check_local_header(made, root)
+    assert type(caught.value) is error
