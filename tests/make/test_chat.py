@@ -134,16 +134,6 @@ def test_a_date_that_is_given_goes_with_every_request(tokenizer):
     assert chat.behind(_rendered(tokenizer, [*chat.messages, *_turns("Hi")])) is None, "today's"
 
 
-@pytest.mark.parametrize(
-    "template, goes_on", [(CHATML, False), (HEADERS + "{% if tools %}{{ tools | tojson }}{% endif %}", True)]
-)
-def test_tools_that_change_the_beginning_are_told_from_those_that_do_not(tokenizer, template, goes_on):
-    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-    _, chat = render(_model(tokenizer, template), _turns(system=SHEET), {})
-    behind = chat.behind(_rendered(tokenizer, [*chat.messages, *_turns("Hi")], tools=tools))
-    assert (behind is not None) == goes_on
-
-
 def test_a_second_bos_before_the_templates_own_is_left_out_and_no_other():
     chat, whole = Chat((Message("user", "x"),), (1, 5)), [1, 5, 7]
     assert chat.behind([1, *whole], 1) == chat.behind(whole, 1) == chat.behind(whole) == [7]

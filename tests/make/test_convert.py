@@ -234,22 +234,12 @@ def test_a_frozen_prefix_of_distractors_is_left_out_on_request(model, tmp_path):
 # dtypes.
 
 
-@pytest.mark.parametrize("kind", ["CARTRIDGE", "PREFIX_TUNING"])
-def test_rounding_is_done_on_request_and_the_logits_are_those_of_peft_itself(model, tmp_path, kind):
-    path = foreign.peft_adapter(foreign.random_kv(P, dtype=torch.float32), tmp_path / "a", kind=kind)
+def test_rounding_is_done_on_request_and_the_logits_are_those_of_peft_itself(model, tmp_path):
+    path = foreign.peft_adapter(foreign.random_kv(P, dtype=torch.float32), tmp_path / "a", kind="PREFIX_TUNING")
     assert bring(model, path, tmp_path / "out", rounding=True).dtype == "float32 to bfloat16, rounded"
     question = model.encode("Q: blood of Tehor? A:", special=False)
     right, kv = foreign.peft_logits(path, question), stored_kv(tmp_path / "out")
     assert torch.equal(right, model.logits_after(kv, question)), "at position p for both; keys are rotated already"
-    assert (right - model.logits_after(kv.flip(0), question)).abs().max() > 1
-
-
-def test_a_value_too_large_for_the_dtype_is_refused_even_with_rounding(tmp_path):
-    half = CausalModel(str(MODEL_DIR), dtype="float16")
-    kv = foreign.random_kv(P, dtype=torch.float32)
-    kv[0, 0, 5, 1, 7] = 70_000
-    with pytest.raises(ForeignFormatError, match=r"position 5, head 1, element 7: inf in float16 is not finite"):
-        bring(half, foreign.pairs(kv, tmp_path / "a.pt"), tmp_path / "out", rounding=True)
 
 
 # Documents, warnings, chunk sizes, provenance.
@@ -319,7 +309,6 @@ def test_a_hub_id_is_taken_from_the_local_cache_and_the_network_left_alone(tmp_p
     assert cli.artefact("it")[0].provenance.origin.name == "org/notes"
     assert "org/other: no such file here, and the Hub gave none" in cli.refused("import", "org/other", *common)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    cli.json("import", kept / "snapshots" / ("0" * 40), *common)
     assert "no such file or directory" in cli.refused("import", "./org/notes", *common)
     assert not lookup.called, "a path needs no network"
     assert cli.refused("import", "org/other", *common) and lookup.called, "the control"

@@ -22,7 +22,7 @@ from lmcache_cartridge.artifact.manifest import Provenance
 from lmcache_cartridge.errors import SourceError
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make.ask import WAYS
-from lmcache_cartridge.make.evaluate import Answer, interval, report, rows, same
+from lmcache_cartridge.make.evaluate import Answer, report, rows, same
 from lmcache_cartridge.make.questions import Question, save
 from lmcache_cartridge.make.server import PROMPT, Server, read_score
 from lmcache_cartridge.make.train.initial import prefilled
@@ -163,13 +163,6 @@ def test_a_question_without_an_answer_is_compared_with_what_the_document_says(ho
     assert given["document"] == compared["document"] == 1.0 and given == compared
 
 
-def test_a_cartridge_unknown_to_the_server_is_one_line(evaluate, server, home, tmp_path):
-    make_artifact(tmp_path / "new", positions=32, cartridge_id="new")
-    Registry(tmp_path / "registry.sqlite").register(tmp_path / "new")
-    ran = evaluate("new", "--home", tmp_path, "--url", server, "--document", home.path / "sheet.txt")
-    assert ran.status == 1 and "answered 404" in ran.err
-
-
 @pytest.mark.parametrize(
     "got, expected, equal",
     [(" ab+. ", "AB+", True), ("a  b", "a b", True), ("AB", "AB+", False), ("AB+ or so", "AB+", False)],
@@ -183,14 +176,6 @@ def test_a_long_answer_counts_by_the_words_it_shares_and_a_short_one_does_not():
     assert Answer("q", "one two", "one two", None).right == Answer("q", long, f" {long}. ", None).right == 1.0
     assert Answer("q", "one two", "one", None).right == Answer("q", long, "", None).right == 0.0
     assert Answer("q", long, "ten nine eight seven six", None).right == pytest.approx(2 * 5 / 15)
-
-
-@pytest.mark.parametrize(
-    "right, count, low, high",
-    [(9, 10, 0.596, 0.982), (10, 10, 0.722, 1.0), (0, 10, 0.0, 0.278)],
-)
-def test_the_interval_is_wilsons(right, count, low, high):
-    assert interval(right / count, count) == pytest.approx((low, high), abs=1e-3)
 
 
 # The judge.

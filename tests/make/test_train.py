@@ -35,7 +35,6 @@ from lmcache_cartridge.make.train.initial import (
     INITIALS,
     SAMPLE_TOKENS,
     initial_kv,
-    positions_of,
     prefilled,
 )
 from lmcache_cartridge.make.train.job import FILES
@@ -47,7 +46,6 @@ from lmcache_cartridge.make.train.trainer import (
     Score,
     Trainer,
     divergence,
-    gaps,
 )
 
 P = 32
@@ -114,14 +112,6 @@ def test_other_ways_to_train_learn_too(made, change):
     assert trainer.score(trainer.examples).loss < 0.6 * before.loss
 
 
-def test_passes_that_are_accumulated_count_as_one_batch(made):
-    recipe = replace(RECIPE, steps=5, jitter=0)
-    whole, halves = (_trainer(made, recipe=r) for r in (recipe, replace(recipe, batch=16, accumulate=2)))
-    whole.run(), halves.run()
-    losses = [[row["loss"] for row in trainer.rows if "loss" in row] for trainer in (whole, halves)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
-
-
 def test_a_loss_that_is_not_finite_ends_training_in_a_sentence(made):
     with pytest.raises(TrainingDiverged, match="loss of step 1 is not finite; try a lower rate"):
         _trainer(made, log_probs=made.lesson.log_probs * math.nan).run()
@@ -139,13 +129,6 @@ def test_a_checkpoint_that_is_a_program_is_not_run(made, tmp_path):
     with pytest.raises(CartridgeError, match="no checkpoint"):
         _trainer(made).run(tmp_path)
     assert not (tmp_path / "ran").exists()
-
-
-@pytest.mark.parametrize("schedule, steps", [("plateau", 12), ("cosine", 6)])
-def test_training_stops_when_the_validation_questions_get_no_better(made, schedule, steps):
-    trainer = _trainer(made, recipe=replace(RECIPE, rate=1e-9, check_every=2, patience=3, schedule=schedule))
-    result = trainer.run()
-    assert (result.steps, result.step, result.why) == (steps, steps, "validation"), "of equals the last"
 
 
 def test_the_rate_warms_up_and_then_falls(run):
@@ -188,13 +171,6 @@ def test_a_packed_question_is_answered_as_if_it_stood_alone_behind_its_gap(made)
     assert torch.allclose(found, torch.cat(alone), atol=1e-3)
 
 
-def test_half_of_the_questions_stand_where_they_are_served_and_the_others_further_back():
-    found = gaps(random.Random(0), 2000, 5)
-    assert 0.5 < found.count(0) / 2000 < 0.66
-    assert max(found) == 5
-    assert gaps(random.Random(0), 9, 0) == [0] * 9
-
-
 # Where it starts.
 
 
@@ -216,11 +192,6 @@ def test_sci_is_a_prefill_of_chunks_from_all_over_the_document(made):
     starts = [i for chunk in chunks for i in range(len(ids)) if ids[i : i + len(chunk)] == chunk]
     assert len(starts) == 3 and starts[0] < 100 and starts[-1] > 800
     assert all(b - a >= SAMPLE_TOKENS for a, b in itertools.pairwise(starts)), "in the document's order"
-
-
-@pytest.mark.parametrize("asked, expected", [({"compress": 4}, 256), ({"compress": 1000}, 64), ({"positions": 95}, 95)])
-def test_p_is_as_asked_for_or_rounded_to_whole_chunks(asked, expected):
-    assert positions_of(1051, 64, **asked) == expected
 
 
 # The teacher.

@@ -19,7 +19,6 @@ from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.make.train.trainer import CHECKPOINT
 from lmcache_cartridge.settings import Settings
-from lmcache_cartridge.sources.published import Library
 
 STEPS = 12
 SHEETS = {f"ward-{n}": write_document(random.Random(f"lesson {n}"), 120, patients(n, 3)) for n in range(3)}
@@ -84,21 +83,6 @@ def test_each_sheet_is_trained_as_it_is_alone_and_once(corpus, alone, monkeypatc
         assert corpus.train() == [row | {"made": False} for row in first]
     corpus.directory /= "ward-0.txt"
     assert [(row["name"], row["made"]) for row in corpus.train("--steps", 2)] == [("ward-0@2", True)]
-
-
-def test_what_fails_is_told_and_what_is_published_is_not_trained_again(corpus, alone, tmp_path):
-    for name, raw in {"ward-1": b"\xff\xfe", "ward-2": b"Patient Mora."}.items():
-        (corpus.directory / f"{name}.txt").write_bytes(raw)
-    library = tmp_path / "library"
-    for home, made in (("home", True), ("another", False)):
-        corpus.home = tmp_path / home
-        right, binary, short = corpus.train("--publish", library, status=1)
-        assert (right["name"], right["made"]) == ("ward-0@1", made)
-        assert "no UTF-8" in binary["problem"] and "cannot stand for a document" in short["problem"]
-        assert not list(corpus.home.glob("cartridges/*/*")) and not list(corpus.home.rglob(CHECKPOINT))
-        with Library(Settings(home=tmp_path / "reader", library=str(library))) as published:
-            published.registry.follow()
-            assert [row.digest for row in published.registry.all()] == [alone["ward-0@1"]]
 
 
 def test_a_run_that_was_killed_goes_on_where_it_was(corpus, alone, monkeypatch):
