@@ -186,16 +186,12 @@ REFUSED: list[tuple[Callable[[Path], Path], str]] = [
     (
         lambda p: _saved(p, [(t.clone(), t.clone()) for t in torch.ones(3, 2, 2, P, 64)]), r"shape \(2, 2, 64, 64\)"),
     (lambda p: _saved(p, [(k, v[:, :, n // 2 :]) for n, (k, v) in enumerate(_pairs(foreign.random_kv(P)))]), "values of layer 2 have 63 positions, the first 64"),
-    (lambda p: _saved(p, [(k.transpose(1, 2), v.transpose(1, 2)) if n else (k, v) for n, (k, v) in enumerate(_pairs(foreign.random_kv(8)))]),
-                             r"values of layer 2 have shape \(1, 8, 2, 64\)"),
     (lambda p: foreign.pairs(foreign.random_kv(8192), p / "a.pt"), "8192 tokens; the model's context"),
     (partial(_kv, dtype=torch.int8), "dtype int8; expected bfloat16, float16, float32 or float64"),
     (partial(_kv, dtype=torch.float32), "without rounding.*--round"),
     (_nan, "values of layer 2 at position 17, head 1, element 3: nan is not finite"),
     (lambda p: _ids(p, [5] * 63), "63 token ids for KV of 64 positions"),
     (lambda p: _ids(p, [5] * 63 + [640]), "token id 640 is outside the model's vocabulary of 640"),
-    (
-        lambda p: _hazy(p, lambda c: c.update(fixed_keys=c["frozen_keys"], fixed_values=c["frozen_values"])), "both frozen_keys and fixed_keys"),
     (partial(_hazy, change=lambda c: c.pop("frozen_values")), f"frozen {NO_PAIR}"),
     (
         lambda p: _saved(p, {k: v for k, v in foreign.flat(foreign.random_kv(P)).items() if ".1." not in k}), NO_PAIR),
