@@ -123,22 +123,6 @@ def test_the_keeper_outlives_an_error_that_nobody_thought_of(home, place, monkey
 # The quarantine.
 
 
-def test_a_quarantine_by_another_process_is_followed_and_its_end_too(home, opened):
-    made = home.make(seed=1)
-    home.make("other", seed=2)
-    store, prompt = opened(), home.prompt()
-    home.quarantine.put(made.digest, "chunk 3 is corrupt")
-    store.refresh()
-    assert (store.refused(), store.names()) == ({"doc@1": "quarantined: chunk 3 is corrupt"}, ["other@1"])
-    assert store.lookup(prompt.hashes) == 0
-    assert "corrupt" in store.claim(made.digest, {}).poll().refused
-    home.check_served(store, "other")
-    home.quarantine.lift(made.digest)
-    store.refresh()
-    assert store.refused() == {}
-    assert_served(store, made, prompt)
-
-
 # Copies of one cartridge, of which a damaged one is read last at a start or first.
 
 

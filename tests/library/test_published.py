@@ -24,7 +24,6 @@ from making import files_under, flip_bit, make_artifact, make_ids, sha256_hasher
 from s3 import both
 
 from lmcache_cartridge.artifact import reading
-from lmcache_cartridge.artifact.bytesource import SmallFile
 from lmcache_cartridge.errors import (
     CartridgeError,
     CorruptChunk,
@@ -235,9 +234,8 @@ def test_an_index_that_cannot_be_understood_stops_following_and_nothing_else(whe
     sound = where.index.read_bytes()
     spoilt = spoilt if isinstance(spoilt, bytes) else packed(index_of(where) | spoilt)
     where.index.write_bytes(spoilt)
-    with pytest.raises(RegistryError, match=said) as error:
+    with pytest.raises(RegistryError, match=f"{INDEX} .*{said}") as error:
         follower.follow()
-    assert INDEX in str(error.value) and "\n" not in str(error.value)
     assert (names(follower), follower.following().problem) == (["a@1"], str(error.value))
     with pytest.raises(RegistryError, match=said):  # whoever publishes is told too, and replaces nothing
         author.remove("a")
@@ -336,32 +334,6 @@ def test_a_copy_that_is_damaged_is_made_anew(where):
     follower.path.write_bytes(b"no database" * 1000)
     again = where.machine("follower", writes=False)
     assert (again.follow(), names(again)) == (True, ["a@1"])
-
-
-def test_nobody_waits_for_a_look_that_hangs_nor_goes_back_to_what_it_read(where):
-    author = where.machine("author")
-    add(author, made(where.tmp_path / "a", "a"))
-    found, leave = threading.Event(), threading.Event()
-    hanging, other = (where.machine("follower", writes=False) for _ in range(2))
-    read = hanging._source.read
-
-    def hang(*call: Any, **known: Any) -> SmallFile | None:
-        file = read(*call, **known)
-        found.set()
-        assert leave.wait(30)
-        return file
-
-    hanging._source.read = hang
-    thread = threading.Thread(target=hanging.follow)
-    thread.start()
-    try:
-        assert found.wait(30)
-        add(author, made(where.tmp_path / "b", "b"))
-        assert (other.follow(), names(other)) == (True, ["a@1", "b@1"])
-    finally:
-        leave.set()
-        thread.join(30)
-    assert names(other) == ["a@1", "b@1"]
 
 
 @pytest.mark.parametrize("s3_kind", ["moto"])

@@ -10,17 +10,14 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 from commands import Cli
 from faulty_proxy import flipped, reset, trickle
-from making import files_under, make_artifact, make_fingerprint
+from making import files_under, make_artifact
 from s3 import both
 from waiting import run_threads
 
-from lmcache_cartridge.artifact.manifest import Provenance
 from lmcache_cartridge.artifact.reading import MANIFEST, PAYLOAD
-from lmcache_cartridge.artifact.writing import ArtifactWriter
 from lmcache_cartridge.errors import SourceError
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.sources import s3, transfer
@@ -126,18 +123,10 @@ def test_a_payload_of_several_parts_and_windows_arrives(here, there, remote, mon
     assert _bytes(_pulled(there, remote)) == _bytes(root)
 
 
-@pytest.mark.parametrize(("kind", "count"), [("tokens", 100), ("trained", 100), ("trained", 8)])
-def test_every_kind_of_cartridge_travels(here, there, remote, kind, count, tmp_path):
-    root, shape, is_trained = tmp_path / "a", make_fingerprint(), kind == "trained"
-    with ArtifactWriter(
-        root, cartridge_id="doc", version=3, kind=kind, fingerprint=shape, token_ids=np.arange(count),
-        document_ids=np.arange(3 * count) if is_trained else None, chunk_tokens=count,
-    ) as writer:  # fmt: skip
-        if is_trained:
-            writer.write(bytes(count * shape.token_bytes))
-        writer.commit(Provenance(tool="tests", created="2026-01-01T00:00:00Z"))
-    here.json("import", root)
-    here.json("publish", "doc@3", remote.location)
+@pytest.mark.parametrize(("kind", "document"), [("tokens", None), ("trained", list(range(300)))])
+def test_every_kind_of_cartridge_travels(here, there, remote, kind, document):
+    root = _registered(here, positions=100, kind=kind, document_ids=document)
+    here.json("publish", "doc", remote.location)
     assert _bytes(_pulled(there, remote)) == _bytes(root)
 
 

@@ -22,12 +22,9 @@ def test_what_caused_a_quarantine_is_remembered_until_it_is_lifted(tmp_path):
     quarantine, where = Quarantine(tmp_path), "s3://bucket/a b"
     assert quarantine.put(DIGEST, "/mnt/\udcff is corrupt", where) is True
     assert Quarantine(tmp_path).notes() == {name_of(DIGEST, where): Note("/mnt/\\udcff is corrupt", where)}
-    assert quarantine.reason(DIGEST, "/elsewhere") is None
     quarantine.lift(DIGEST, "/elsewhere")
-    assert quarantine.reason(DIGEST, where)
+    assert quarantine.reason(DIGEST, where) and quarantine.reason(DIGEST, "/elsewhere") is None
     (by_hand := tmp_path / f"{DIGEST}.txt").write_text("not this one")
-    quarantine.drop(name_of(DIGEST, "/elsewhere"))
-    assert len(quarantine.notes()) == 2
     quarantine.drop(name_of(DIGEST, where))
     assert quarantine.notes() == {by_hand.stem: Note("not this one", "")}
     quarantine.lift(DIGEST)

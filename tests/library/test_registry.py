@@ -219,19 +219,6 @@ def test_an_unsound_artefact_is_not_registered(registry, make, tmp_path):
     assert registry.all() == []
 
 
-def test_a_read_only_registry_writes_nothing_and_refuses_to(registry, make):
-    registry.register(make())
-    registry.label("current", "doc")
-    before = files_under(registry.path.parent)
-    reader = Registry(registry.path, read_only=True)
-    assert (reader.find("current").name, reader.labels()) == ("doc@1", {"current": "doc@1"})
-    for write in (lambda: reader.register(make("other")), lambda: reader.label("current", "doc")):
-        with pytest.raises(RegistryError, match="readonly"):
-            write()
-    assert files_under(registry.path.parent) == before
-    assert list(before) == ["registry.sqlite"]
-
-
 @pytest.mark.parametrize(("version", "todo", "read_only"), [(99, "upgrade", True), (3, "restore a copy", False)])
 def test_a_registry_of_another_schema_is_refused_and_left_alone(registry, version, todo, read_only):
     db = sqlite3.connect(registry.path)

@@ -10,10 +10,8 @@ import random
 import shutil
 import signal
 import stat
-import subprocess
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
@@ -196,14 +194,13 @@ def _die_at(root: Path, moment: str, after: bool) -> None:
 
 def test_what_a_dead_writer_left_goes_after_a_while(tmp_path):
     root = _filled(tmp_path / "cache", 1).root
-    parts = [_file(root, 0).parent / f"{name * 16}.part" for name in ("ab", "cd")]
-    for part in parts:
+    left, fresh = (_file(root, 0).parent / f"{name * 16}.part" for name in ("ab", "cd"))
+    for part in (left, fresh):
         part.write_bytes(_data(7))
-    os.utime(parts[0], (0, 0))
+    os.utime(left, (0, 0))
     cache = DiskCache(root, 3 * SIZE)
-    assert [part.exists() for part in parts] == [False, True]
+    assert fresh.exists() and not left.exists()
     assert cache.stats()[7:9] == (1, 2 * SIZE), "what is being written is no copy yet"
-    assert cache.chunks_by_digest() == {_key(0).digest: 1}
 
 
 @pytest.mark.parametrize("moment", ["ftruncate", "pwrite"])
@@ -245,8 +242,7 @@ def test_while_another_process_holds_the_lock_copies_are_read_and_none_are_writt
 
 def test_files_of_others_are_left_alone(tmp_path):
     root = tmp_path / "cache"
-    strangers = [root / "notes" / name for name in ("x.bin", "1-2-3.bin")]
-    strangers += [root / "1-2-3.bin", *(root / _key(0).digest / n for n in ("1-2.bin", "1-2-3-4.bin", "a-b-c.bin"))]
+    strangers = [root / "1-2-3.bin", root / "notes" / "1-2-3.bin", root / _key(0).digest / "a-b-c.bin"]
     for path in strangers:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(_data(0))
@@ -279,10 +275,10 @@ def test_a_pipe_in_place_of_a_copy_is_a_miss_and_holds_up_nobody(tmp_path):
     assert not _read(cache, 1)
 
 
-@pytest.mark.parametrize("digest", ["../outside", "..", "", "partial", "AB" * 32, "ab" * 31, "ab" * 32 + "\n", "/tmp"])
+@pytest.mark.parametrize("digest", ["../outside", "", "partial", "ab" * 32 + "\n"])
 def test_a_digest_that_is_none_leads_nowhere(tmp_path, digest):
     cache = _filled(tmp_path / "cache", 1)
-    for place in (tmp_path / "outside", tmp_path, cache.root, cache.root / "partial"):
+    for place in (tmp_path / "outside", cache.root, cache.root / "partial"):
         place.mkdir(exist_ok=True)
         (place / "0-0-2.bin").write_bytes(_data(0))
     before, key = files_under(tmp_path), CopyKey(digest, 0, 0, 2)
@@ -294,39 +290,6 @@ def test_a_digest_that_is_none_leads_nowhere(tmp_path, digest):
 
 
 # Directories that cannot be written.
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A disk of 1 MiB."""
-    place = tmp_path / "small"
-    place.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)], capture_output=True).returncode:
-        pytest.skip("mounting is not allowed here")
-    try:
-        yield place
-    finally:
-        subprocess.run(["umount", str(place)], check=True)
-
-
-def _fill_up(path: Path) -> None:
-    with path.open("wb", buffering=0) as file, suppress(OSError):
-        while file.write(bytes(4096)):
-            pass
-
-
-def test_a_cache_opened_on_a_full_disk_works_once_there_is_room(small_disk):
-    root = _filled(small_disk / "cache", 3).root
-    (root / "lock").unlink()
-    _fill_up(small_disk / "others")
-    cache = DiskCache(root, 10 * SIZE)
-    assert cache.stats().resident == 3
-    _write(cache, 3)
-    assert _read(cache, 1)
-    (small_disk / "others").unlink()
-    _write(cache, 3)
-    assert _held(root) == [0, 1, 2, 3]
-    check(cache)
 
 
 def test_a_directory_that_cannot_be_made_is_a_cache_without_copies(tmp_path, caplog):
@@ -373,7 +336,6 @@ class DiskMachine(RuleBasedStateMachine):
         assert hit == (number in self.held)
         if hit:
             self.held[number] = self.held.pop(number)
-        self.asked += Counter(hits=hit, misses=not hit, read_bytes=self._size(number) * hit)
 
     @rule(number=NUMBERS)
     def discard(self, number: int) -> None:
@@ -400,14 +362,12 @@ class DiskMachine(RuleBasedStateMachine):
         self.budget = copies * SIZE
         self.cache = DiskCache(self.place / "cache", self.budget, clock=self.clock)
         self._shrink(self.budget)
-        self.asked = Counter[str]()
 
     @invariant()
     def holds(self) -> None:
         self.clock.now += MINUTE
         assert _held(self.cache.root) == sorted(self.held)
         stats = self.cache.stats()
-        assert all(self.asked[name] == getattr(stats, name) for name in ("hits", "misses", "read_bytes"))
         assert _bytes_on_disk(self.cache.root) == sum(self.held.values()) <= self.budget == stats.budget_bytes
         if (self.cache.root / "lock").exists() or not self.cache.root.exists():
             assert (stats.resident, stats.resident_bytes) == (len(self.held), sum(self.held.values()))
