@@ -5,15 +5,12 @@ from __future__ import annotations
 import threading
 import time
 
-import msgspec
 import pytest
-import torch
 from homes import STILL, Home, claimed, read
-from making import Made, make_fingerprint, make_rope, sha256_hasher
-from waiting import run_threads, until
+from making import Made
+from waiting import until
 
 from lmcache_cartridge.errors import CartridgeError
-from lmcache_cartridge.library.index import Hasher
 from lmcache_cartridge.memory import claims as claim_module
 from lmcache_cartridge.memory import store as store_module
 from lmcache_cartridge.memory.loader import ChunkLoader
@@ -103,60 +100,6 @@ def test_a_claim_says_why_it_is_refused(home):
     assert store.cpu.stats().misses == 0
 
 
-@pytest.fixture
-def chain(home):
-    """A document and a trained cartridge that can be chained, and the engine's fingerprint."""
-    shape = make_fingerprint(rope=msgspec.structs.replace(make_rope(), pairing="half"))
-    first = home.make("first", positions=24, seed=1, fingerprint=shape)
-    last = home.make("last", kind="trained", positions=32, seed=2, fingerprint=shape)
-    return first, last, shape, f"{first.digest}.{last.digest}"
-
-
-def test_a_chain_that_ends_in_a_trained_cartridge_has_its_tail(home, chain):
-    _, last, shape, tag = chain
-    store = home.open(fingerprint=shape, settings=STILL)
-    claim = claimed(store, tag)
-    assert claim.poll().chunks == 4
-    keys, values = store.tail(tag)
-    assert torch.equal(values, last.kv[1, :, 24:])
-    assert not torch.equal(keys, last.kv[0, :, 24:]), "they are rotated"
-    claim.close()
-
-
-def test_nobody_waits_while_a_new_chain_is_hashed(home, chain, monkeypatch):
-    hashing, goes_on = threading.Event(), threading.Event()
-    first, _, shape, tag = chain
-
-    def slow(chunk_tokens: int) -> Hasher:
-        def chain(ids: list[int]) -> list[int]:
-            if len(ids) > 48:
-                hashing.set()
-                assert goes_on.wait(20)
-            return list(sha256_hasher(chunk_tokens)(ids))
-
-        return chain
-
-    monkeypatch.setattr("making.sha256_hasher", slow)
-    store = home.open(fingerprint=shape, settings=STILL)
-
-    def others(_: int) -> None:
-        claim = claimed(store, first.digest)
-        claim.close()
-        store.refresh()
-        store.status()
-        assert _lookup_and_release(store, home, first, "first") == 1
-
-    claims = threading.Thread(target=store.preload, args=(tag, {}), daemon=True)
-    claims.start()
-    try:
-        assert hashing.wait(20)
-        run_threads(1, others, timeout_s=15)
-    finally:
-        goes_on.set()
-        claims.join(20)
-    assert read(store.claim(tag, {})).poll().chunks == 4
-
-
 # Pins.
 
 
@@ -228,18 +171,6 @@ def test_preloading_gives_up_in_the_end_and_at_once_on_what_is_refused(home, dig
     assert list(store.status()["loading"]) == [digest]
     clock.now += 2
     until(lambda: store.status()["loading"] == {} and store.cpu.stats().held == 0)
-
-
-def test_evicting_ends_a_fetch_in_the_background(home, digest, let):
-    store = home.open(settings=STILL)
-    store.preload(digest, {})
-    let(2)
-    until(lambda: store.cpu.stats().resident == 2)
-    assert store.evict(digest) == 2
-    assert store.status()["loading"] == {}
-    let(2)
-    until(lambda: store.cpu.stats().loading == 0)
-    assert store.cpu.stats().held == 0
 
 
 # Warm labels.

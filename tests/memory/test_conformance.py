@@ -1,4 +1,5 @@
-"""What every byte source and every tier must do: classes of tests, run by a subclass for each implementation.
+"""What every tier must do: classes of tests, run by a subclass for each implementation. `sources/test_sources.py` has what every
+byte source must do.
 
 A subclass says how to put bytes in and how to ask for them; `has` looks without using what it finds.
 """
@@ -7,23 +8,18 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from chunks import one_by_one
 from invariants import check
-from waiting import Clock, run_threads
+from waiting import Clock
 
-from lmcache_cartridge.artifact.bytesource import ByteRange
-from lmcache_cartridge.artifact.local import LocalSource
 from lmcache_cartridge.errors import SourceNotFound
 from lmcache_cartridge.library.index import ChunkKey
-from lmcache_cartridge.memory.holds import Hold
 from lmcache_cartridge.memory.tier import MemoryTier
 from lmcache_cartridge.sources.disk_cache import CopyKey, DiskCache
-from lmcache_cartridge.sources.s3 import S3Source
 
 SIZE = 4096
 ROOM = 4
@@ -36,8 +32,12 @@ def data(digest: str, chunk: int) -> bytes:
     return random.Random(f"{digest}{chunk}").randbytes(SIZE)
 
 
-class ReadTests(ABC):
-    """Of what is read by digest and chunk: a byte source or a tier."""
+class TierTests(ABC):
+    """Of a tier, verified chunks within a byte budget, here with room for `ROOM` of `SIZE`.
+
+    A chunk that is not resident is a miss, never an error; a resident one is exactly the bytes that were put in. It may
+    go at any moment unless somebody holds it, in the tier's own order; while all are held a newcomer stays out.
+    """
 
     @pytest.fixture
     @abstractmethod
@@ -63,30 +63,6 @@ class ReadTests(ABC):
         assert self.get(tier, ONE, 1) is None
         assert self.get(tier, TWO, 0) is None
         assert self.get(tier, ONE, 0) == data(ONE, 0), "the control"
-
-    def test_eight_threads_get_the_bytes_that_each_asked_for(self, tier):
-        chunks = [(digest, chunk) for digest in (ONE, TWO) for chunk in range(ROOM // 2)]
-        for digest, chunk in chunks:
-            self.put(tier, digest, chunk)
-
-        def ask(worker: int) -> None:
-            for digest, chunk in random.Random(worker).choices(chunks, k=50):
-                assert self.get(tier, digest, chunk) == data(digest, chunk)
-
-        run_threads(8, ask)
-
-    def test_closing_twice_is_no_error(self, tier):
-        self.put(tier, ONE, 0)
-        tier.close()
-        tier.close()
-
-
-class TierTests(ReadTests):
-    """Of a tier, verified chunks within a byte budget, here with room for `ROOM` of `SIZE`.
-
-    A chunk that is not resident is a miss, never an error; a resident one is exactly the bytes that were put in. It may
-    go at any moment unless somebody holds it, in the tier's own order; while all are held a newcomer stays out.
-    """
 
     @abstractmethod
     def has(self, tier: Any, digest: str, chunk: int) -> bool:
@@ -118,68 +94,6 @@ class TierTests(ReadTests):
         assert self.get(tier, ONE, 0) is None
         check(tier)
 
-    def test_an_evicted_chunk_can_be_put_in_again(self, tier):
-        for _ in range(2):
-            self.put(tier, ONE, 0)
-            assert self.get(tier, ONE, 0) == data(ONE, 0)
-            assert tier.evict(ONE) == 1
-        assert tier.stats().promoted == tier.stats().evicted == 2
-
-    def test_counters_add_up(self, tier):
-        for chunk in range(ROOM + 3):
-            self.put(tier, ONE, chunk)
-        before = tier.stats()
-        assert (before.promoted, before.evicted) == (ROOM + 3, 3)
-        assert (before.resident, before.resident_bytes) == (ROOM, ROOM * SIZE)
-        here = set(self._resident(tier))
-        assert self.get(tier, ONE, min(here)) is not None
-        assert self.get(tier, ONE, min(set(range(ROOM + 3)) - here)) is None
-        after = tier.stats()
-        assert (after.hits - before.hits, after.misses - before.misses) == (1, 1)
-        tier.evict(ONE)
-        assert (tier.stats().evicted, tier.stats().resident, tier.stats().resident_bytes) == (ROOM + 3, 0, 0)
-
-    def test_the_budget_holds_under_eight_threads_that_put_ask_and_evict(self, tier):
-        def work(worker: int) -> None:
-            chance = random.Random(worker)
-            for _ in range(30):
-                digest, chunk = chance.choice((ONE, TWO)), chance.randrange(ROOM)
-                self.put(tier, digest, chunk)
-                found = self.get(tier, digest, chance.randrange(ROOM))
-                assert found is None or found in {data(digest, chunk) for chunk in range(ROOM)}
-                if chance.random() < 0.1:
-                    tier.evict(digest)
-                stats = tier.stats()
-                assert stats.resident_bytes <= stats.budget_bytes
-
-        run_threads(8, work)
-        tier.close()  # nothing comes in any more
-        check(tier)
-        assert tier.stats().resident == len(self._resident(tier)) + len(self._resident(tier, TWO))
-
-
-class HoldTests(TierTests):
-    """Of a tier whose chunks can be held."""
-
-    @abstractmethod
-    def hold(self, tier: Any, digest: str, chunk: int) -> Any:
-        """Return a handle to close, which keeps a resident chunk where it is."""
-
-    def test_a_held_chunk_is_neither_evicted_nor_pushed_out_until_it_is_let_go(self, tier):
-        for chunk in range(ROOM):
-            self.put(tier, ONE, chunk)
-        held = self.hold(tier, ONE, 0)
-        for chunk in range(ROOM):
-            self.put(tier, TWO, chunk)
-        assert self._resident(tier) == [0]
-        assert tier.evict(ONE) == 0
-        assert self.get(tier, ONE, 0) == data(ONE, 0)
-        assert tier.stats().resident_bytes <= tier.stats().budget_bytes
-        check(tier)
-        held.close()
-        assert tier.evict(ONE) == 1
-        assert self._resident(tier) == []
-
 
 class TestDiskCache(TierTests):
     expected = (0, 1, 4, 5)  # of one cartridge the end goes first, of what the last look found
@@ -202,7 +116,7 @@ class TestDiskCache(TierTests):
         return (tier.root / digest / f"{chunk}-0-2.bin").exists()
 
 
-class TestMemoryTier(HoldTests):
+class TestMemoryTier(TierTests):
     expected = (*range(ROOM - 1), ROOM + 1)  # of one cartridge the end goes first
 
     @pytest.fixture
@@ -229,58 +143,10 @@ class TestMemoryTier(HoldTests):
         key = ChunkKey(digest, chunk)
         if not tier.lease([key], 0):
             return None
-        loan = self.hold(tier, digest, chunk)
+        (loan,) = tier.lend([key])
         tier.release(key)
         with loan:
             return loan.bytes.numpy().tobytes()
 
     def has(self, tier: MemoryTier, digest: str, chunk: int) -> bool:
         return tier.resident([ChunkKey(digest, chunk)]) == 1
-
-    def hold(self, tier: MemoryTier, digest: str, chunk: int) -> Hold:
-        (loan,) = tier.lend([ChunkKey(digest, chunk)])
-        return loan
-
-
-class SourceTests(ReadTests):
-    """Of a byte source, whose directory of each cartridge is at a location."""
-
-    @abstractmethod
-    def location(self, digest: str) -> str: ...
-
-    def get(self, tier: Any, digest: str, chunk: int) -> bytes | None:
-        out = bytearray(SIZE)
-        try:
-            tier.read_into(self.location(digest), f"{chunk}.bin", ByteRange(0, SIZE), memoryview(out))
-        except SourceNotFound:
-            return None
-        return bytes(out)
-
-
-class TestLocalSource(SourceTests):
-    @pytest.fixture
-    def tier(self, tmp_path):
-        self.root = tmp_path
-        return LocalSource()
-
-    def location(self, digest: str) -> str:
-        return str(self.root / digest)
-
-    def put(self, tier: LocalSource, digest: str, chunk: int) -> None:
-        Path(self.location(digest)).mkdir(exist_ok=True)
-        (Path(self.location(digest)) / f"{chunk}.bin").write_bytes(data(digest, chunk))
-
-
-class TestS3Source(SourceTests):
-    @pytest.fixture
-    def tier(self, s3_credentials, bucket):
-        self.client, self.bucket = s3_credentials.client, bucket
-        source = S3Source(endpoint_url=s3_credentials.endpoint)
-        yield source
-        source.close()
-
-    def location(self, digest: str) -> str:
-        return f"s3://{self.bucket}/{digest}"
-
-    def put(self, tier: S3Source, digest: str, chunk: int) -> None:
-        self.client.put_object(Bucket=self.bucket, Key=f"{digest}/{chunk}.bin", Body=data(digest, chunk))

@@ -17,10 +17,10 @@ from making import flip_bit, make_artifact, make_fingerprint, make_kv, make_rope
 from lmcache_cartridge.artifact.cartridge import Cartridge, Segment
 from lmcache_cartridge.artifact.check import checksum
 from lmcache_cartridge.artifact.int8 import record
-from lmcache_cartridge.artifact.manifest import Manifest, content_digest, head_bytes
+from lmcache_cartridge.artifact.manifest import Manifest, content_digest
 from lmcache_cartridge.artifact.manifest import decode as decode_manifest
 from lmcache_cartridge.artifact.reading import PAYLOAD, chunk_range, verify
-from lmcache_cartridge.errors import CorruptChunk, ManifestError, NonFiniteKV
+from lmcache_cartridge.errors import CorruptChunk, NonFiniteKV
 from lmcache_cartridge.memory.codec import encode
 from lmcache_cartridge.memory.layout import DTYPES, to_heads
 
@@ -103,9 +103,9 @@ def _forged(root: Path, made: Manifest, field: str, number: float) -> Manifest:
 
 
 @pytest.mark.parametrize("field", ["key_step", "key_middle", "value_step"])
-@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf"), 3e38, -3e38])
+@pytest.mark.parametrize("number", [float("nan"), float("-inf"), 3e38])
 def test_steps_that_are_not_finite_or_lead_beyond_the_dtype_are_refused(made, root, field, number):
-    if field == "key_middle" and abs(number) == 3e38:
+    if field == "key_middle" and number == 3e38:
         number *= 1.13  # by itself at the very end of bfloat16, and past it with any code
     manifest = _forged(root, made, field, number)
     with pytest.raises(NonFiniteKV, match="chunk 2 of .* holds NaN or infinity"):
@@ -132,13 +132,3 @@ def test_what_int8_cannot_hold_is_refused_when_it_is_made(dtype):
             encode(to_heads(kv), shape)
         kv[plane, 1, 3, 1, 5] = 0.98 * largest
         assert in_int8(kv, shape, 16).isfinite().all()
-
-
-def test_a_head_larger_than_numpy_can_describe_is_refused_from_the_manifest(made):
-    model = msgspec.structs.replace(made.fingerprint, layers=9, head_size=(1 << 24) - 1)
-    size = made.payload.data_offset_bytes + 4 * head_bytes(model, CHUNK, "int8")
-    payload = msgspec.structs.replace(made.payload, checksums=made.payload.checksums[:1], size_bytes=size)
-    tokens = msgspec.structs.replace(made.tokens, count=CHUNK, file=None, inline=(1,) * CHUNK)
-    forged = _signed(made, positions=CHUNK, fingerprint=model, tokens=tokens, payload=payload)
-    with pytest.raises(ManifestError, match="a head of an int8 chunk has .* bytes, over 2 GiB"):
-        decode_manifest(forged, "here")

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import itertools
 import os
-import threading
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import msgspec
 import pytest
 import torch
-from chunks import copied, in_int8, load
+from chunks import in_int8, load
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from making import Made, flip_bit, heads_bytes, make_artifact, make_fingerprint, make_rope
 
-from lmcache_cartridge.artifact import check
 from lmcache_cartridge.artifact.bytesource import ByteRange, Seen
 from lmcache_cartridge.artifact.cartridge import Cartridge, Segment
-from lmcache_cartridge.artifact.check import is_finite
 from lmcache_cartridge.artifact.local import LocalSource
 from lmcache_cartridge.artifact.reading import MANIFEST, PAYLOAD, chunk_range
 from lmcache_cartridge.errors import (
@@ -30,10 +27,10 @@ from lmcache_cartridge.errors import (
     SourceError,
     SourceNotFound,
     TruncatedPayload,
-    WrongDtype,
     WrongShape,
 )
 from lmcache_cartridge.memory import loader as loader_module
+from lmcache_cartridge.memory import tiles
 from lmcache_cartridge.memory.layout import DTYPES, VIEWS, ChunkShape, rank_heads
 from lmcache_cartridge.memory.loader import ChunkLoader
 from lmcache_cartridge.memory.rope import shift
@@ -44,15 +41,13 @@ POSITIONS = 80
 
 
 class _Counting:
-    """`Sources` that note what was read and into which memory."""
+    """`Sources` that note what was read."""
 
     def __init__(self) -> None:
         self.reads: list[ByteRange] = []
-        self.addresses: list[int] = []
 
     def read_into(self, location: str, file: str, where: ByteRange, out: memoryview, seen: Seen) -> None:
         self.reads.append(where)
-        self.addresses.append(torch.frombuffer(out, dtype=torch.uint8).data_ptr())
         LocalSource().read_into(location, file, where, out, seen)
 
 
@@ -75,13 +70,14 @@ def _load(loader: ChunkLoader, segments: list[Segment], chunk: int) -> torch.Ten
     return out
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     stored=st.sampled_from([1, 7, 16, 24, 48, 80, 256]), engine=st.sampled_from([16, 24, 32, 80]),
-    kv_heads=st.sampled_from([1, 2, 4]), world=st.sampled_from([1, 2, 4]), layout=st.sampled_from(sorted(VIEWS)),
+    kv_heads=st.sampled_from([1, 2, 4]), world=st.sampled_from([1, 2, 4]), layout=st.sampled_from(["heads", "fused", "vec/8"]),
     dtype=st.sampled_from(sorted(DTYPES)), encoding=st.sampled_from(["plain", "int8"]),
 )  # fmt: skip
 def test_the_chunks_of_all_ranks_together_are_the_original_kv(stored, engine, kv_heads, world, layout, dtype, encoding):
+    """Read from where they are stored, and from copies in the disk tier."""
     model = make_fingerprint(layers=2, kv_heads=kv_heads, head_size=8, dtype=dtype)
     with TemporaryDirectory() as root:
         made = make_artifact(
@@ -89,12 +85,12 @@ def test_the_chunks_of_all_ranks_together_are_the_original_kv(stored, engine, kv
         )
         kv = made.kv if encoding == "plain" else in_int8(made.kv, model, stored)
         for rank, chunk in itertools.product(range(world), range(POSITIONS // engine)):
-            loader, heads = (
-                _loader(made, engine, rank=rank, world=world, layout=layout),
-                rank_heads(kv_heads, rank, world),
-            )
-            loaded = VIEWS[layout](_load(loader, _segments(made, Path(root) / "doc"), chunk), loader.shape)
-            assert torch.equal(loaded, kv[:, :, chunk * engine : (chunk + 1) * engine, heads.start : heads.stop])
+            heads, disk = rank_heads(kv_heads, rank, world), DiskCache(Path(root) / "cache", 1 << 20)
+            loader = _loader(made, engine, rank=rank, world=world, layout=layout, disk=disk)
+            for _ in range(2):
+                loaded = tiles.unpack(_load(loader, _segments(made, Path(root) / "doc"), chunk), loader.shape, layout)
+                assert torch.equal(loaded, kv[:, :, chunk * engine : (chunk + 1) * engine, heads.start : heads.stop])
+            assert disk.stats().hits
 
 
 @pytest.fixture
@@ -115,13 +111,6 @@ def segments(made, root):
 @pytest.fixture
 def disk(tmp_path):
     return DiskCache(tmp_path / "cache", 1 << 20)
-
-
-def test_a_chunk_as_it_is_stored_is_read_once_straight_into_the_callers_memory(made, segments):
-    source, out = _Counting(), torch.empty(made.manifest.head_bytes(3) * 4, dtype=torch.uint8)
-    load(_loader(made, source=source), segments, 3, out)
-    assert source.addresses == [out.data_ptr()]
-    assert source.reads == [chunk_range(made.manifest, 3, range(4))]
 
 
 def _disk_file(disk: DiskCache, made: Made, chunk: int) -> Path:
@@ -160,20 +149,6 @@ def test_ranks_share_a_disk_tier_without_mixing_their_heads(made, segments, disk
     assert disk.stats().hits == 2
 
 
-def test_no_load_waits_for_the_disk_tier_and_what_it_has_no_time_for_is_not_kept(made, segments, disk, monkeypatch):
-    away, write, loader = threading.Event(), disk.write, _loader(made, disk=disk)
-    monkeypatch.setattr(disk, "write", lambda *arguments: away.wait(60) and write(*arguments))
-    slot = torch.empty(loader.shape.size_bytes, dtype=torch.uint8)
-    monkeypatch.setattr(loader_module, "_MAX_UNWRITTEN_BYTES", 2 * len(slot))
-    for chunk in range(3):  # into one slot: the copy is of the bytes as they were
-        load(loader, segments, chunk, slot, wait=False)
-    assert disk.stats().resident == 0
-    away.set()
-    copied(loader)
-    assert [_disk_file(disk, made, chunk).exists() for chunk in range(3)] == [True, True, False]
-    assert _disk_file(disk, made, 0).read_bytes() == heads_bytes(made.kv[:, :, :16])
-
-
 def test_no_more_than_a_limit_is_allocated_to_cut_chunks_from(root, monkeypatch):
     made = make_artifact(root, positions=POSITIONS, chunk_tokens=POSITIONS)
     _load(_loader(made), _segments(made, root), 1)
@@ -185,31 +160,26 @@ def test_no_more_than_a_limit_is_allocated_to_cut_chunks_from(root, monkeypatch)
 # Each thing that may be wrong has its own error, which names cartridge, chunk and file.
 
 
-def _swap_payload(made: Made, root: Path) -> None:
-    """Put the payload of another artefact of the same size in the place of this one's."""
-    make_artifact(root.parent / "other", positions=POSITIONS, kv_heads=4, seed=9)
-    (root.parent / "other" / PAYLOAD).replace(root / PAYLOAD)
-
-
 def _replace(made: Made, root: Path) -> None:
-    _swap_payload(made, root)
-    (root.parent / "other" / MANIFEST).replace(root / MANIFEST)
+    """Put another artefact of the same size in the place of this one."""
+    other = root.parent / "other"
+    make_artifact(other, positions=POSITIONS, kv_heads=4, seed=9)
+    for file in (PAYLOAD, MANIFEST):
+        (other / file).replace(root / file)
 
 
-def _header(root: Path, old: bytes, new: bytes) -> None:
+def _transpose(made: Made, root: Path) -> None:
     """Edit the header of a payload and damage the chunk behind it, as another file in its place would."""
     data = (root / PAYLOAD).read_bytes()
-    assert old in data[:4096] and len(old) == len(new)  # noqa: PT018
-    (root / PAYLOAD).write_bytes(data[:4096].replace(old, new, 1) + bytes(len(data) - 4096))
+    header = data[:4096].replace(b"[4,2,3,16,64]", b"[4,2,3,64,16]")
+    (root / PAYLOAD).write_bytes(header + bytes(len(data) - 4096))
 
 
 _DAMAGE = {
     "truncated": (TruncatedPayload, lambda made, root: os.truncate(root / PAYLOAD, 5000)),
     "missing": (SourceNotFound, lambda made, root: (root / PAYLOAD).unlink()),
     "replaced": (ReplacedArtifact, _replace),
-    "replaced payload": (CorruptChunk, _swap_payload),
-    "wrong shape": (WrongShape, lambda made, root: _header(root, b"[4,2,3,16,64]", b"[4,2,3,64,16]")),
-    "wrong dtype": (WrongDtype, lambda made, root: _header(root, b"BF16", b"FP16")),
+    "wrong shape": (WrongShape, _transpose),
     "no header": (
         ArtifactError,
         lambda made, root: (root / PAYLOAD).write_bytes(bytes((root / PAYLOAD).stat().st_size)),
@@ -259,19 +229,6 @@ def test_a_chunk_damaged_on_its_way_is_fetched_once_more_and_no_oftener(made, se
     with pytest.raises(CorruptChunk):
         _load(_loader(made, source=source), segments, 1)
     assert len(source.reads) == 2
-
-
-def test_nan_is_looked_for_once_for_each_of_the_last_cartridges(tmp_path, monkeypatch):
-    monkeypatch.setattr(loader_module, "_MAX_FINITE", 2)
-    looked: list[int] = []
-    monkeypatch.setattr(check, "is_finite", lambda part, dtype: looked.append(len(part)) or is_finite(part, dtype))
-    made = [make_artifact(tmp_path / f"d{seed}", positions=POSITIONS, seed=seed) for seed in range(3)]
-    loader, looks = _loader(made[0]), []
-    for number in (0, 0, 1, 1, 0, 2, 1, 2, 0):
-        before = len(looked)
-        _load(loader, _segments(made[number], tmp_path / f"d{number}"), 0)
-        looks.append(len(looked) - before)
-    assert looks == [1, 0, 1, 0, 0, 1, 0, 0, 1], "the first of three was forgotten"
 
 
 @pytest.mark.parametrize("layout", sorted(VIEWS))

@@ -8,15 +8,11 @@ from pathlib import Path
 
 import pytest
 from chunks import one_by_one
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from invariants import check
 from operations import operations
 from waiting import until
 
 from lmcache_cartridge.library.index import ChunkKey
-from lmcache_cartridge.memory import replacement as module
-from lmcache_cartridge.memory.replacement import Replacement
 from lmcache_cartridge.memory.tier import MemoryTier
 
 SLOT, CHUNKS, REQUESTS = 64, 3, 6000
@@ -82,46 +78,6 @@ def test_a_cartridge_leaves_whole_before_another_loses_a_chunk():
         _ask(tier, newcomer, 1)
     assert [tier.resident(_keys(digest, 4)) for digest in "abc"] == [4 * (digest != torn) for digest in "abc"]
     tier.close()
-
-
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(
-    slots=st.integers(1, 12),
-    uses=st.lists(st.tuples(st.sampled_from("abcdefgh"), st.integers(1, 9)), max_size=120),
-)
-def test_any_uses_leave_an_order_of_all_that_is_there(slots, uses):
-    replacement, here = Replacement(slots), dict[str, int]()
-    for digest, chunks in uses:
-        replacement.use(digest, chunks, is_here=here.get(digest, 0) >= chunks)
-        here[digest] = chunks
-        replacement.offer(digest)
-        order = list(replacement.leave())
-        assert sorted(order) == sorted(here), "each once"
-        for each in order:
-            replacement.offer(each)
-        while sum(here.values()) > slots:
-            victim = next(replacement.leave())
-            replacement.tear(victim)
-            assert next(replacement.leave()) == victim, "what is torn is first"
-            del here[victim]
-            replacement.gone(victim)
-
-
-def test_what_is_remembered_does_not_grow_with_all_cartridges_ever_used(monkeypatch):
-    monkeypatch.setattr(module, "_REMEMBERED", 50)
-    replacement = Replacement(3)
-    for number in range(5000):
-        replacement.use(str(number), 1, is_here=False)
-        replacement.use("often", 1, is_here=False)
-        for digest in (str(number), "often"):
-            replacement.gone(digest)
-    assert max(len(value) for value in vars(replacement).values() if isinstance(value, dict | set)) <= 101
-    for digest in ("other", "often"):
-        replacement.use(digest, 1, is_here=False)
-        replacement.use(digest, 1, is_here=True)
-        replacement.offer(digest)
-    replacement.use("other", 1, is_here=True)
-    assert list(replacement.leave()) == ["other", "often"], "and what is used often is known yet"
 
 
 @pytest.mark.parametrize("whole", [False, True])

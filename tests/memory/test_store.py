@@ -15,7 +15,6 @@ from making import (
     make_ids,
     make_rope,
 )  # fmt: skip
-from waiting import until
 
 from lmcache_cartridge.artifact.reading import chunk_range, load_token_ids
 from lmcache_cartridge.engine.trust import Trust
@@ -29,17 +28,6 @@ def _assert_not_served(store: CartridgeStore, prompt: Prompt) -> None:
     """Look a prompt up in vain."""
     assert store.lookup(prompt.hashes, prompt.tag) == store.resident(prompt.hashes, prompt.tag) == 0
     assert not any(lent(store, chunk_hash, prompt.tag) for chunk_hash in prompt.hashes)
-
-
-def test_what_is_not_trusted_yet_loads_and_answers_nothing(home):
-    """So that it is in memory by the time that the engine was tried with it, or its damage is known."""
-    made = home.make(positions=64)
-    prompt, store = home.prompt(), home.open(settings={"plain_prompts": "trusted"})
-    assert store.lookup(prompt.hashes) == 0
-    until(lambda: store.resident(prompt.hashes, made.digest) == prompt.whole)
-    assert store.lookup(prompt.hashes) == 0
-    store.tried(made.digest, "canary", True)
-    assert_served(store, made, prompt)
 
 
 @pytest.mark.parametrize(
@@ -61,11 +49,6 @@ def test_a_cartridge_of_another_model_is_refused_and_of_other_weights_served_whe
     reason = store.refused()["doc@1"]
     assert reason.startswith("made for another model than the one served: ") and f" {field}: " in reason
     assert ("serve --accept-weights" in reason) == can_be_accepted
-
-
-def test_where_the_weights_of_one_are_not_known_they_are_not_compared(home):
-    home.make()
-    home.check_served(home.open(fingerprint=msgspec.structs.replace(make_fingerprint(), weights_digest=None)))
 
 
 ONE_AT_A_TIME = {"load_threads": 1}
@@ -147,13 +130,6 @@ def test_a_registry_that_cannot_be_read_is_refused_at_the_start(home):
         home.open()
 
 
-def test_after_closing_everything_is_a_miss(home):
-    home.make()
-    store, prompt = home.open(), home.prompt()
-    store.close()
-    _assert_not_served(store, prompt)
-
-
 def test_a_chain_with_a_corrupt_member_answers_nothing_not_even_its_sound_part(home):
     fingerprint = make_fingerprint(rope=msgspec.structs.replace(make_rope(), pairing="half"))
     kinds = {"first": "trained", "second": "prefill"}
@@ -203,9 +179,3 @@ def test_the_tail_of_a_trained_cartridge_is_lent_whole_while_it_is_claimed(home,
     store.refresh()
     assert store.tail(digest) is None
     claim.close()
-
-
-def test_what_has_no_tail_lends_none(home):
-    prefill, trained = home.make("a", positions=72), home.make("b", kind="trained", positions=64, seed=2)
-    store = home.open()
-    assert [store.tail(made.digest) for made in (prefill, trained)] == [None, None]

@@ -24,7 +24,6 @@ from waiting import Clock, run_threads, until
 
 from lmcache_cartridge.errors import CorruptChunk
 from lmcache_cartridge.library.index import ChunkKey
-from lmcache_cartridge.library.workers import STALLED_S
 from lmcache_cartridge.memory.holds import Hold
 from lmcache_cartridge.memory.loads import ChunkSource, Piece
 from lmcache_cartridge.memory.tier import MemoryTier
@@ -112,40 +111,9 @@ def test_sixteen_that_want_a_cartridge_at_once_cause_one_load_a_chunk(open_tier,
     tier, keys = open_tier(8, clock=time.monotonic), _keys("a", 5)
     loads.held[keys[0]] = threading.Event()
     threading.Timer(0.1, loads.held[keys[0]].set).start()
-    runs = []
-    run_threads(16, lambda _: runs.append(tier.lease(keys, 10)))
-    assert runs == [5] * 16
+    run_threads(16, lambda _: tier.lease(keys, 10))
     assert loads.counts == dict.fromkeys(keys, 1)
     assert [sum(tier.release(key) for _ in range(17)) for key in keys] == [16] * 5
-
-
-def test_what_is_asked_for_counts_once_as_a_hit_or_a_miss(open_tier):
-    tier, keys = open_tier(4), _keys("a", 3)
-    assert tier.lease(keys[:2], 5) == 2
-    assert all(map(tier.release, keys[:2]))
-    assert tier.lease(keys, 5) == 3
-    assert tier.stats()[:2] == (2, 3)
-    with tier.hold(keys) as hold:
-        assert hold.poll().ready and hold.poll().ready
-        assert tier.lease(keys, 5) == 3, "of a claim is no further use"
-        assert tier.stats()[:2] == (5, 3)
-    assert tier.lease(keys, 5) == 3
-    assert tier.stats()[:2] == (8, 3), "the claim has ended"
-
-
-def test_what_a_lookup_waits_with_stays_however_long_it_waits(open_tier, loads):
-    tier, keys, runs = open_tier(2, clock=time.monotonic, lease_s=0.05), _keys("a", 2), []
-    assert tier.lease(keys[:1], 5) == 1
-    loads.held[keys[1]] = threading.Event()
-    waiting = threading.Thread(target=lambda: runs.append(tier.lease(keys, 60)), daemon=True)
-    waiting.start()
-    until(lambda: loads.counts[keys[1]])
-    time.sleep(0.1)  # longer than a lease
-    assert tier.lease(_keys("b", 1), 0) == 0
-    assert tier.stats().leased == 0, "the control: the first lease has run out"
-    loads.held[keys[1]].set()
-    waiting.join(60)
-    assert runs == [2]
 
 
 class _Machine(RuleBasedStateMachine):
@@ -279,27 +247,6 @@ TestAnySequenceOfCallsKeepsTheBooksRight.settings = settings(
 )
 
 
-def test_a_hold_tries_what_failed_again_after_a_growing_pause(open_tier, loads, clock):
-    tier, keys = open_tier(4), _keys("a", 2)
-    loads.broken = {keys[1]}
-    with tier.hold(keys, whole=True) as hold:
-        hold.poll()
-        for tried, pause_s in enumerate((0.25, 0.5, 1.0), start=1):
-            until(lambda: not tier.stats().loading)
-            assert "is broken" in hold.poll().problem
-            clock.now += 0.99 * pause_s
-            assert hold.poll()[:2] == (1, 1)
-            assert loads.counts[keys[1]] == tried
-            clock.now += 0.02 * pause_s
-            assert hold.poll().admitted == 2
-        loads.broken.clear()
-        until(lambda: not tier.stats().loading)
-        clock.now += 10
-        until(lambda: hold.poll().ready)
-        assert hold.poll().problem is None
-        assert loads.counts == {keys[0]: 1, keys[1]: 4}
-
-
 @pytest.mark.parametrize("kind", ["hold", "loan"])
 @pytest.mark.parametrize("how", ["close", "drop"])
 def test_a_hold_ends_while_its_tier_is_locked_by_another_thread_and_is_counted_before_anything_else(
@@ -337,32 +284,12 @@ def test_a_reservation_that_is_closed_while_it_grows_holds_nothing(open_tier, mo
     assert tier.lease(_keys("b", 4), 5) == 4
 
 
-def test_slow_chunks_keep_no_others_waiting(open_tier, loads):
-    tier, slow = open_tier(8, threads=1, slow_threads=1, is_slow=lambda digest: digest == "slow"), _keys("slow", 3)
-    loads.held = dict.fromkeys(slow, threading.Event())
-    assert tier.lease(slow, 0) == 0
-    assert tier.lease(_keys("a", 3), 10) == 3
-    loads.held[slow[0]].set()
-    assert tier.lease(slow, 10) == 3
-
-
-def test_a_lease_that_ran_out_is_not_the_one_that_is_released(open_tier, clock):
-    tier, (key,) = open_tier(1), _keys("a", 1)
-    for _ in range(2):
-        assert tier.lease([key], 5) == 1
-        clock.now += 60  # the first, of a request that never came, runs out: leases are 100 s long here
-    assert tier.release(key), "the second request is done"
-    assert tier.evict("a") == 1, "its lease went on without it"
-
-
-@pytest.mark.parametrize("size", [96, 8192])
-def test_a_budget_is_as_many_chunks_as_it_holds_whole_apart_and_pages_begin_at_a_page(size):
-    tier = MemoryTier(size, 6 * size - 1, one_by_one(lambda key, out: out.fill_(key.chunk)))
-    assert tier.lease(_keys("a", 9), 10) == tier.slots == tier.budget_bytes // size == 5
-    for chunk, loan in enumerate(tier.lend(_keys("a", 5))):
+def test_a_budget_is_as_many_chunks_as_it_holds_whole_and_they_begin_at_a_page():
+    tier = MemoryTier(8192, 6 * 8192 - 1, one_by_one(lambda key, out: out.fill_(key.chunk)))
+    assert tier.lease(_keys("a", 9), 10) == tier.slots == 5
+    for loan in tier.lend(_keys("a", 5)):
         with loan:
-            assert loan.bytes.numel() == size and (loan.bytes == chunk).all()
-            assert size % 4096 or loan.bytes.data_ptr() % 4096 == 0
+            assert loan.bytes.data_ptr() % 4096 == 0
     tier.close()
 
 
@@ -498,24 +425,6 @@ def test_loading_starts_no_threads_that_the_engine_would_wait_for():
         cwd=Path(__file__).parents[1],
     )  # fmt: skip
     assert told.stdout.split() == ["2", "2"], "two that load, and the engine's team as it was"
-
-
-def test_reads_that_hang_keep_no_other_cartridge_waiting_and_take_no_further_threads(open_tier, loads, clock):
-    tier, hung, others = open_tier(16, threads=2), _keys("hung", 6), _keys("b", 4)
-    loads.held = {key: threading.Event() for key in hung}
-    assert tier.lease(hung, 0) == 0
-    until(lambda: sum(loads.counts.values()) == 2)
-    tier.relieve()
-    assert tier.lease(others, 0.3) == 0, "the control: every thread hangs, and not for long enough"
-    clock.now += STALLED_S + 1
-    for _ in range(3):
-        tier.relieve()
-    assert tier.lease(others, 20) == 4
-    assert sum(loads.counts[key] for key in hung) == 2, "another of them would hang too"
-    for held in loads.held.values():
-        held.set()
-    assert tier.lease(hung, 20) == 6
-    assert set(loads.counts.values()) == {1}
 
 
 class _Cuda:
