@@ -20,7 +20,7 @@ import pytest
 from commands import Cli
 from faulty_proxy import status
 from homes import CHUNK, STILL, Prompt, assert_served
-from making import files_under, flip_bit, make_artifact, make_ids, sha256_hasher
+from making import flip_bit, make_artifact, make_ids, sha256_hasher
 from s3 import both
 
 from lmcache_cartridge.artifact import reading
@@ -104,27 +104,6 @@ def packed(index: Any) -> bytes:
 
 def names(registry: Registry) -> list[str]:
     return [row.name for row in registry.all()]
-
-
-@EVERYWHERE
-def test_what_is_published_is_seen_by_everybody_and_is_the_same_cartridge(where):
-    root = made(where.tmp_path / "one")
-    with Library(where.settings("author")) as author:
-        manifest = author.publish(root, label="current")
-        reader = where.machine("reader", writes=False)
-        assert reader.follow()
-        row = reader.find("current")
-        assert (row.name, row.digest, row.bytes) == ("doc@1", manifest.digest, manifest.payload_bytes)
-        assert row.location == f"{where.location}/cartridges/doc/1/{manifest.digest[:16]}"
-        for file in files_under(root):
-            assert author._source.read(row.location, file, 1 << 20).data == (root / file).read_bytes()
-        author.publish(made(where.tmp_path / "two", version=2, seed=1), promote=False)
-        assert (reader.follow(), reader.find("doc").version) == (True, 1)
-        author.registry.label("current", "doc@2", warm=True)
-        assert (reader.follow(), [one.name for one in reader.warm()]) == (True, ["doc@2"])
-        assert (reader.follow(), reader.following().position) == (False, 4)
-        with pytest.raises(RegistryError, match="for reading only"):
-            reader.label("mine", "doc")
 
 
 @EVERYWHERE

@@ -51,15 +51,6 @@ def test_a_job_is_done_once_for_all_who_want_it(hang):
     assert workers.submit("hung", lambda: "again").result(30) == "again"
 
 
-def test_no_more_run_than_the_limit_and_all_are_done():
-    workers, together = Workers("test", 3), threading.Barrier(4)
-    futures = [workers.submit(number, lambda: together.wait(0.2)) for number in range(6)]
-    assert {type(future.exception(30)) for future in futures} == {threading.BrokenBarrierError}, "four ran at once"
-    together = threading.Barrier(3)
-    for future in [workers.submit(number, lambda: together.wait(30)) for number in range(60)]:
-        future.result(30)
-
-
 def test_an_error_is_the_jobs_and_the_thread_goes_on():
     workers = Workers("test", 1)
     for error in (ValueError("no"), SystemExit()):

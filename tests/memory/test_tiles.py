@@ -71,17 +71,6 @@ def test_a_packed_chunk_is_what_vllm_writes_and_in_blocks_the_memory_itself_and_
     assert torch.equal(in_blocks, blocks.flatten().view(torch.uint8))
 
 
-def test_tiles_for_amx_lie_as_they_are_described():
-    """Where vLLM has no op for them nothing else tests it."""
-    block, size, kv = 32, 64, _kv("bfloat16", 64, 64)
-    token, of_size = torch.meshgrid(torch.arange(block), torch.arange(size), indexing="ij")
-    keys = ((token // 16 * (size // 2) + of_size // 2) * 16 + token % 16) * 2 + of_size % 2
-    values = ((of_size // 16 * (block // 2) + token // 2) * 16 + of_size % 16) * 2 + token % 2
-    tiled = _bytes(kv, tiles.layout("amx", block, blocks=True)).view(kv.dtype).view(LAYERS, 2, HEADS, 2, -1)
-    found = torch.stack([tiled[:, :, :, 0, keys], tiled[:, :, :, 1, values]])  # [plane, L, block, H, token, D]
-    assert torch.equal(found.transpose(3, 4).flatten(2, 3), kv)
-
-
 @pytest.mark.parametrize(("name", "tokens", "size"), [("vec/128", 192, 64), ("amx/32", 64, 40), ("amx/24", 48, 64)])
 def test_what_is_no_whole_tiles_is_refused(name, tokens, size):
     kv = _kv("bfloat16", tokens, size)

@@ -68,23 +68,6 @@ def test_no_spelling_leaves_what_is_allowed(location, buckets):
     assert not {"", ".", ".."} & set(asked.split("/")) and "%" not in asked
 
 
-@settings(max_examples=1000, deadline=None)
-@given(LOCATIONS)
-def test_parsing_loses_nothing_or_refuses(location):
-    try:
-        bucket, key = parse(location)
-    except MalformedLocation:
-        return
-    assert f"s3://{bucket}/{key}" == location and "/" not in bucket
-    for root, is_allowed in (
-        (bucket, True),
-        (f"{bucket}/{key}", True),
-        (f"{bucket}/{key}x", False),
-        (f"{bucket}x", False),
-    ):
-        assert allowed(location, [root]) is is_allowed
-
-
 @pytest.mark.parametrize("value", ["bucket/../a", "s3://bucket", "b"])
 def test_a_bucket_setting_that_could_never_match_is_refused(value):
     with pytest.raises(SettingsError, match="buckets"):
