@@ -8,11 +8,11 @@ from __future__ import annotations
 import io
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr
+from contextlib import redirect_stderr
+from itertools import count
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 HOSTS = ("vllm", "lmcache", "boto3")
 
@@ -29,68 +29,53 @@ def run(out: Path, *sections: str) -> dict[str, Any]:
     return {"status": status, "figures": figures, "said": said.getvalue()}
 
 
-@contextmanager
-def promoted_wrong() -> Iterator[None]:
-    from lmcache_cartridge.memory import device
-
-    right = device.copy_and_wait
-
+def promoted(right: Any) -> Any:
     def wrong(data: Any, out: Any) -> None:
         right(data, out)
         out[5] ^= 1
 
-    with patch.object(device, "copy_and_wait", wrong):
-        yield
+    return wrong
 
 
-@contextmanager
-def injected_wrong() -> Iterator[None]:
-    from lmcache_cartridge.engine.inject import EngineWriteConnector
-
-    right = EngineWriteConnector.batched_to_gpu
-
+def injected(right: Any) -> Any:
     def wrong(self: Any, *chunks: Any, slot_mapping: Any) -> None:
         right(self, *chunks, slot_mapping=slot_mapping)
         for _, cache in self.layers:
             block, token = divmod(int(slot_mapping[0]), cache.shape[2])
             cache[block, 0, token, 0] *= -1
 
-    with patch.object(EngineWriteConnector, "batched_to_gpu", wrong):
-        yield
+    return wrong
 
 
-@contextmanager
-def a_scale_wrong() -> Iterator[None]:
-    """Of what is decoded on the device, which comes first in every turn."""
+def decoded(right: Any) -> Any:
+    """A scale of what is decoded on the device, which comes first in every turn."""
     import numpy as np
 
     from lmcache_cartridge.artifact import int8
-    from lmcache_cartridge.memory import codec
 
-    right, calls = codec.decode, []
+    calls = count(1)
 
     def wrong(packed: memoryview, out: Any, shape: Any, tokens: int) -> None:
-        calls.append(1)
         heads = np.frombuffer(packed, int8.record(shape, tokens)).copy()
-        heads["key_step"][0, 0, 0] *= 1 + len(calls) % 2
+        heads["key_step"][0, 0, 0] *= 1 + next(calls) % 2
         right(heads.view("u1").data, out, shape, tokens)
 
-    with patch.object(codec, "decode", wrong):
-        yield
+    return wrong
 
 
-@contextmanager
-def on_device(owner: Any, name: str, change: Any, number: int) -> Iterator[None]:
-    """Change what one call returns: that for the device in float32."""
-    right, calls = getattr(owner, name), []
+def prefilled(right: Any) -> Any:
+    """What one call returns: that for the device in float32."""
+    calls = count(1)
 
     def wrong(*arguments: Any, **named: Any) -> Any:
-        calls.append(1)
         found = right(*arguments, **named)
-        return change(found) if len(calls) == number else found
+        return [each * 1.5 for each in found] if next(calls) == 6 else found
 
-    with patch.object(owner, name, wrong):
-        yield
+    return wrong
+
+
+def crashing(right: Any) -> Any:
+    return Mock(side_effect=RuntimeError("no such kernel"))
 
 
 def main(out: Path) -> None:
@@ -101,16 +86,17 @@ def main(out: Path) -> None:
     found = {"sound": run(out)}
     import gpu
 
-    loud = lambda slices: [each * 1.5 for each in slices]  # noqa: E731
-    cases: dict[str, tuple[Any, list[str]]] = {
-        "promotion": (promoted_wrong(), ["slab"]),
-        "injection": (injected_wrong(), ["blocks"]),
-        "scale": (a_scale_wrong(), ["int8"]),
-        "prefill": (on_device(gpu.CausalModel, "prefill", loud, 6), ["prefill"]),
-        "crash": (patch("gpu.MemoryTier", side_effect=RuntimeError("no such kernel")), ["slab", "int8"]),
-    }
-    for name, (wrong, sections) in cases.items():
-        with wrong:
+    from lmcache_cartridge.engine.inject import EngineWriteConnector
+    from lmcache_cartridge.memory import codec, device
+
+    for name, owner, attribute, make, *sections in (
+        ("promotion", device, "copy_and_wait", promoted, "slab"),
+        ("injection", EngineWriteConnector, "batched_to_gpu", injected, "blocks"),
+        ("scale", codec, "decode", decoded, "int8"),
+        ("prefill", gpu.CausalModel, "prefill", prefilled, "prefill"),
+        ("crash", gpu, "MemoryTier", crashing, "slab", "int8"),
+    ):
+        with patch.object(owner, attribute, make(getattr(owner, attribute))):
             found[name] = run(out, *sections)
     print("FOUND", json.dumps(found), flush=True)
 

@@ -46,14 +46,9 @@ CHUNK = 64
 """Tokens in a chunk: two blocks of `blocks.BLOCK`."""
 
 
-class StockConnector(GPUConnectorInterface):
-    """Any connector but ours. LMCache's own cannot be built without a GPU; ours is told from others by its class."""
-
-    def to_gpu(self, memory_obj: Any, start: int, end: int, **kwargs: Any) -> None: ...
-    def from_gpu(self, memory_obj: Any, start: int, end: int, **kwargs: Any) -> None: ...
-    def batched_to_gpu(self, memory_objs: Any, starts: Any, ends: Any, **kwargs: Any) -> None: ...
-    def batched_from_gpu(self, memory_objs: Any, starts: Any, ends: Any, **kwargs: Any) -> None: ...
-    def get_shape(self, num_tokens: int) -> Any: ...
+_NOTHING = dict.fromkeys(GPUConnectorInterface.__abstractmethods__, lambda *_, **__: None)
+StockConnector = type("StockConnector", (GPUConnectorInterface,), _NOTHING)
+"""Any connector but ours. LMCache's own cannot be built without a GPU; ours is told from others by its class."""
 
 
 def lmcache_config(settings: Settings, chunk_tokens: int = CHUNK, **options: Any) -> LMCacheEngineConfig:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import msgspec
 import numpy as np
 
+from lmcache_cartridge.artifact.identity import Identity
 from lmcache_cartridge.artifact.manifest import Manifest, Provenance
 from lmcache_cartridge.artifact.model import Fingerprint, Rotation
 from lmcache_cartridge.artifact.writing import ArtifactWriter
@@ -102,7 +103,7 @@ def make_artifact(
     seed: int = 0,
     cartridge_id: str = "doc",
     version: int = 1,
-    token_ids: list[int] | None = None,
+    token_ids: list[int] | Identity | None = None,
     document_ids: list[int] | None = None,
     fingerprint: Fingerprint | None = None,
     kv: torch.Tensor | None = None,
@@ -120,7 +121,7 @@ def make_artifact(
         version=version,
         kind=kind,
         fingerprint=shape,
-        token_ids=np.asarray(ids, dtype="<u4"),
+        token_ids=ids if isinstance(ids, Identity) else np.asarray(ids, dtype="<u4"),
         document_ids=None if document_ids is None else np.asarray(document_ids),
         chunk_tokens=chunk_tokens,
         encoding=encoding,

@@ -11,16 +11,15 @@ from typing import Any, NamedTuple
 import httpx
 import numpy as np
 import torch
+from making import make_artifact
 from safetensors import safe_open
 from waiting import until
 
 from lmcache_cartridge.artifact.identity import Identity
-from lmcache_cartridge.artifact.manifest import Manifest, Provenance
-from lmcache_cartridge.artifact.writing import ArtifactWriter
+from lmcache_cartridge.artifact.manifest import Manifest
 from lmcache_cartridge.cli.recall import MODEL_DIR, SHEETS_DIR
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make.model import CausalModel
-from lmcache_cartridge.make.payload import pack
 from lmcache_cartridge.make.prefill import build
 from lmcache_cartridge.serve.launch import Launch, plan
 from lmcache_cartridge.serve.processes import SMALL, ServerProcess
@@ -56,21 +55,6 @@ def stored_kv(root: Path) -> torch.Tensor:
     """Return the canonical KV `[2, L, T, H, D]` of an artefact, read by the safetensors library."""
     with safe_open(root / "payload.safetensors", framework="pt") as file:
         return torch.cat([file.get_tensor(name) for name in sorted(file.keys())], dim=3).permute(1, 2, 3, 0, 4)
-
-
-def register_kv(
-    registry: Registry, root: Path, cartridge_id: str, kv: torch.Tensor, like: Manifest, token_ids: np.ndarray
-) -> Manifest:
-    """Write canonical KV as a trained cartridge of the model of `like`, found under its digest only, and register it."""
-    writer = ArtifactWriter(
-        root / cartridge_id, cartridge_id=cartridge_id, version=1, kind="trained", fingerprint=like.fingerprint,
-        token_ids=token_ids, chunk_tokens=like.payload.chunk_tokens,
-    )  # fmt: skip
-    with writer:
-        for chunk in kv.split(like.payload.chunk_tokens, dim=2):
-            writer.write(pack(chunk, like.fingerprint))
-        writer.commit(Provenance(tool="test", created="2026-11-21T00:00:00+00:00"))
-    return registry.register(root / cartridge_id)
 
 
 class Client:
@@ -158,10 +142,14 @@ def build_sheet(
     return made, stored_kv(root) if encoding == "plain" else torch.empty(0)
 
 
-def register_trained(settings: Settings, name: str, kv: torch.Tensor, like: Manifest, first: int = 10) -> Manifest:
-    """Register KV as a trained cartridge under identity tokens, drawn from those from `first` on."""
-    ids = Identity(kv.shape[2], np.arange(first, 640))
-    return register_kv(Registry(settings.registry_path), settings.cartridges_dir, name, kv, like, ids)
+def register_trained(settings: Settings, name: str, kv: torch.Tensor, like: Manifest) -> None:
+    """Register KV as a trained cartridge under identity tokens."""
+    root, positions = settings.cartridges_dir / name, kv.shape[2]
+    make_artifact(
+        root, positions=positions, cartridge_id=name, kind="trained", fingerprint=like.fingerprint, kv=kv,
+        token_ids=Identity(positions, np.arange(10, 640)), chunk_tokens=like.payload.chunk_tokens,
+    )  # fmt: skip
+    Registry(settings.registry_path).register(root)
 
 
 def difference(a: Reply, b: Reply) -> float:

@@ -48,7 +48,6 @@ def test_the_model_that_is_made_is_one_that_cartridges_can_be_made_for(tmp_path)
     model = ttft.make_model(tmp_path / "model", ttft.TINY)
     assert CausalModel(str(model)).tokenizer.decode([5, 1999]) == "w5w1999", "no answer of the server's is empty text"
     payloads = ttft.prepare(plan, ttft.TINY, model, from_mapping({"home": tmp_path / "home"}), tmp_path)
-    assert list(payloads) == ["doc-256"]
     assert list(verify(payloads["doc-256"].parent))[-1] == (1, 1), "finite, with right checksums"
 
 

@@ -87,16 +87,16 @@ class Results:
         self.record = json.loads(self.path.read_text())
         self.write(measures=["memory.py"], digest=report.digest(["memory.py"], self.code))
 
-    def write(self, file: str = "ttft.json", **changes: Any) -> None:
+    def write(self, **changes: Any) -> None:
         self.record |= changes
-        self.path.with_name(file).write_bytes(msgspec.json.encode(self.record))
+        self.path.write_bytes(msgspec.json.encode(self.record))
 
     def read(self) -> figures.Results:
         is_todays = lambda result: result.digest == report.digest(result.measures, self.code)  # noqa: E731
         return figures.Results(self.path.parent, is_todays)
 
-    def said(self, benchmark: str = "ttft", **options: Any) -> str:
-        return figures.section(self.read(), benchmark, **options)
+    def said(self) -> str:
+        return figures.section(self.read(), "ttft")
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import pytest
 import report
 
 
-def _run(tmp_path: Path, *words: str, measures: tuple[str, ...] = ("memory",)) -> tuple[report.Result, str]:
-    bench = report.Benchmark("benchmarks/none.py", "What none measures.\n\nMore.", measures)
+def _run(tmp_path: Path, *words: str) -> tuple[report.Result, str]:
+    bench = report.Benchmark("benchmarks/none.py", "What none measures.\n\nMore.", ("memory",))
     bench.parser.add_argument("--p", type=int, default=1)
     bench.start([*words, "--out", str(tmp_path)])
     path = bench.publish(

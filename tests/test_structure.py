@@ -279,7 +279,9 @@ def test_what_each_connector_loads():
         f"import vllm.config\nif os.fork():\n    os.wait()\n    import {other}\nelse:\n    import {own}"
     )
     assert own in loaded and {"torch", "vllm"} <= loaded, "the control of those that load nothing heavy"
-    assert "lmcache" not in loaded
-    assert {room(name) for name in loaded} <= {None, "errors", "settings", "artifact", "memory", "engine"}
+    assert "lmcache" not in loaded and not {name for name in loaded if room(name) == "library"}
     assert other in beside and f"{PACKAGE}.memory.store" not in beside
     assert {name for name in beside if name.startswith(f"{PACKAGE}.library.")} == {f"{PACKAGE}.library.index"}
+    for names, most in ((loaded, 3000), (beside, 6100)):
+        assert {room(name) for name in names} <= {None, "errors", "settings", "artifact", "library", "memory", "engine"}
+        assert 1000 < sum(len(SOURCES[name].splitlines()) for name in names & SOURCES.keys()) <= most

@@ -10,19 +10,17 @@ from typing import Any, NamedTuple
 
 import httpx
 import msgspec
-import numpy as np
 import openai
 import torch
+from making import make_artifact
 from recall.ward import NAMES, VOCABULARY, Document, Fact, ask, encode, write_document
 from transformers import DynamicCache
 
 from lmcache_cartridge.artifact.identity import Identity
-from lmcache_cartridge.artifact.manifest import Manifest, Provenance
-from lmcache_cartridge.artifact.writing import ArtifactWriter
+from lmcache_cartridge.artifact.manifest import Manifest
 from lmcache_cartridge.cli.recall import MODEL_DIR
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make.model import CausalModel
-from lmcache_cartridge.make.payload import pack
 from lmcache_cartridge.settings import Settings
 
 MODEL = str(MODEL_DIR)
@@ -95,17 +93,12 @@ def save(
     """Write the KV of `ids` as an artefact, a trained one under identity tokens, which are none of the first `unusual` ordinary
     ids; `fingerprint` changes its model.
     """
-    trained = kind == "trained"
-    writer = ArtifactWriter(
-        root, cartridge_id=name, version=version, kind=kind, chunk_tokens=chunk_tokens,
-        fingerprint=msgspec.structs.replace(model.fingerprint, **fingerprint),
-        token_ids=Identity(len(ids), model.ordinary_ids()[unusual:]) if trained else np.array(ids),
-        document_ids=None if document_ids is None else np.array(document_ids),
-    )  # fmt: skip
-    with writer:
-        for chunk in prefill(model, list(ids)).split(chunk_tokens, dim=2):
-            writer.write(pack(chunk, model.fingerprint))
-        return writer.commit(Provenance(tool="tests", created="2026-01-01T00:00:00Z"))
+    token_ids = Identity(len(ids), model.ordinary_ids()[unusual:]) if kind == "trained" else ids
+    return make_artifact(
+        root, positions=len(ids), cartridge_id=name, version=version, kind=kind, chunk_tokens=chunk_tokens,
+        fingerprint=msgspec.structs.replace(model.fingerprint, **fingerprint), token_ids=token_ids,
+        kv=prefill(model, list(ids)), document_ids=document_ids,
+    ).manifest  # fmt: skip
 
 
 def register(model: CausalModel, settings: Settings, ids: Sequence[int], *, name: str, **options: Any) -> Manifest:
@@ -148,7 +141,7 @@ class Asker:
         raw = self.openai.completions.with_raw_response.create(
             model=MODEL, prompt=prompt, max_tokens=tokens, temperature=0, extra_body=_named(cartridges) | extra
         )
-        return _answer(raw, raw.parse().choices[0].text)
+        return _answer(raw, raw.parse().usage, raw.parse().choices[0].text)
 
     def chat(self, content: str, cartridges: Any = None, tokens: int = 1, **extra: Any) -> Answer:
         """Answer one message greedily."""
@@ -156,7 +149,7 @@ class Asker:
             model=MODEL, messages=[{"role": "user", "content": content}], max_tokens=tokens, temperature=0,
             extra_body=_named(cartridges) | extra,
         )  # fmt: skip
-        return _answer(raw, raw.parse().choices[0].message.content)
+        return _answer(raw, raw.parse().usage, raw.parse().choices[0].message.content)
 
     def stream(self, prompt: str, cartridges: Any = None, tokens: int = 4, **extra: Any) -> tuple[Answer, list[str]]:
         """Complete greedily as a stream; return what it came to and the pieces."""
@@ -166,10 +159,7 @@ class Asker:
         ) as raw:  # fmt: skip
             events = list(raw.parse())
         pieces = [event.choices[0].text for event in events if event.choices]
-        usage = events[-1].usage
-        details = usage.prompt_tokens_details
-        cached = details.cached_tokens or 0 if details else 0
-        return Answer("".join(pieces), usage.prompt_tokens, cached, *_used(raw)), pieces
+        return _answer(raw, events[-1].usage, "".join(pieces)), pieces
 
     def right(self, fact: Fact, cartridges: Any, **extra: Any) -> bool:
         """Whether a fact is answered right."""
@@ -185,8 +175,7 @@ def _named(cartridges: Any) -> dict[str, Any]:
     return {} if cartridges is None else {"cartridges": [cartridges] if isinstance(cartridges, str) else cartridges}
 
 
-def _answer(raw: Any, text: str) -> Answer:
-    usage = raw.parse().usage
+def _answer(raw: Any, usage: Any, text: str) -> Answer:
     details = usage.prompt_tokens_details
     cached = details.cached_tokens or 0 if details else 0
     return Answer(text, usage.prompt_tokens, cached, *_used(raw))

@@ -261,17 +261,12 @@ def test_what_accepted_weights_change_is_said_and_blocks_nothing_unless_canaries
 
     async def work(admission: Admission, engine: Engine) -> None:
         a, b, doc = await _tags(admission, "a", "b", "doc")
-        assert await _ask(admission, "a") == "kv", "near enough"
-        assert _outcome(admission, "a") == "passed"
         engine.wrong = {b, doc, f"{a}.{a}"}
-        assert await _found(store, hashes) == 0, "not before it was tried"
         is_required = canary == "required"
         assert await _ask(admission, "doc", "a") == (422 if is_required else "kv")
         assert _outcome(admission, "doc") == ("failed" if is_required else "accepted")
         assert await _found(store, hashes) == (0 if is_required else 4)
-        assert await _ask(admission, "b") == 422
-        assert await _ask(admission, "a") == "kv"
-        assert len(engine.asked) == 3 + (not is_required), "each is tried once"
+        assert await _each(admission, "b", "a") == [422, "kv"]
 
     run(work, canary=canary, accept_weights=True)
 

@@ -145,5 +145,4 @@ def test_a_response_with_cartridges_starts_when_it_is_known_what_was_injected():
     assert _sent(pending, _START, _body(b"x"), known, _body(b"y"), _body(b"z", False)) == [
         0, 1, 2, 3, b"b", b"x", b"y", 4, b"z", 5,
     ]  # fmt: skip
-    assert _sent(known, _START, _body(b"x")) == [0, b"b", 1, b"x", 2]
     assert _sent(pending, _START, _body(b"x", False)) == [0, 1, b"a", b"x", 2], "it ends, whether it is known or not"

@@ -23,7 +23,7 @@ from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.serve import launch as launching
 from lmcache_cartridge.serve import processes
 from lmcache_cartridge.serve.launch import CPU_KV_BYTES, Launch, free_port, l1_watermark, plan
-from lmcache_cartridge.settings import from_environment, from_extra_config, from_mapping
+from lmcache_cartridge.settings import from_mapping
 
 KEY = "sk-very-secret"
 
@@ -56,18 +56,6 @@ def _option(command: list[str], name: str) -> str:
 
 def _transfer(command: list[str]) -> dict[str, Any]:
     return json.loads(_option(command, "--kv-transfer-config"))
-
-
-def test_the_yaml_gives_the_settings_back_that_it_was_written_from(tmp_path, planned, monkeypatch):
-    given = {"cpu_bytes": "2GiB", "roots": [str(tmp_path)], "composites": {"all": ["a", "b"]}, "admin": True}
-    settings = from_mapping({"home": tmp_path} | given)
-    launch = planned(settings=given, chunk_tokens=64)
-    config = yaml.safe_load(launch.yaml)
-    assert config["chunk_size"] == 64
-    assert from_extra_config(config["extra_config"]) == settings
-    launch.write()
-    monkeypatch.setenv("LMCACHE_CONFIG_FILE", launch.environment["LMCACHE_CONFIG_FILE"])
-    assert from_environment() == settings, "as processes without LMCache read them"
 
 
 @pytest.mark.parametrize(

@@ -133,18 +133,6 @@ def _collecting(clock: Clock) -> tuple[StatusCollector, CollectorRegistry]:
     return collector, registry
 
 
-def test_a_slow_load_is_in_its_bucket_and_a_number_that_a_tier_has_not_is_left_out():
-    counts = [0] * (len(LOAD_SECONDS) + 1)
-    counts[LOAD_SECONDS.index(0.3)], counts[-1] = 2, 1
-    collector, registry = _collecting(Clock())
-    tiers = {"cpu": {"load_counts": counts, "load_seconds": 40.5}, "disk": {"hits": 1, "new": {"x": 1}}}
-    collector.update([{"rank": 3, "tiers": tiers}])
-    text = generate_latest(registry).decode()
-    found = [value(text, "load_seconds_bucket", le=le, tier="cpu", rank="3") for le in ("0.1", "0.3", "30.0", "+Inf")]
-    assert found == [0, 2, 2, 3]
-    assert _values(text, "hits_total", "misses_total", tier="disk", rank="3") == [1, None]
-
-
 @pytest.mark.parametrize(
     "wrong",
     [[{}], [{"rank": 0, "tiers": {"cpu": {"hits": "x"}}}], 5],

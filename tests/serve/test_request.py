@@ -140,7 +140,7 @@ def test_whatever_is_not_under_a_root_is_not_found_be_it_there_or_not(home, case
     assert (status, str(home.settings.home) in said.replace(repr(path), "")) == (404, False)
 
 
-@pytest.mark.parametrize("damage", ["manifest", "gone", "ids", "exchanged"])
+@pytest.mark.parametrize("damage", ["manifest", "ids", "exchanged"])
 def test_a_damaged_or_exchanged_artefact_is_not_usable_and_its_path_not_told(home, damage):
     root = home.place("a")
     file = root / "manifest.json"
@@ -149,8 +149,6 @@ def test_a_damaged_or_exchanged_artefact_is_not_usable_and_its_path_not_told(hom
     match damage:
         case "manifest":
             file.write_text("{")
-        case "gone":
-            file.unlink()
         case "ids":
             file.write_text(text.replace('"count": 32', '"count": 31'))
         case "exchanged":
@@ -165,7 +163,7 @@ COMPACTION = Compaction("repeat", 9, 1, 1.0)
 
 @pytest.mark.parametrize(
     ("compaction", "tokens", "company"),
-    [(None, 64, 0), (COMPACTION, 66, None), (COMPACTION, 128, 0), (COMPACTION, 0, 0)],
+    [(None, 64, 0), (COMPACTION, 66, None), (COMPACTION, 128, 0)],
 )
 def test_what_a_trained_cartridge_of_16_positions_was_made_for(home, compaction, tokens, company):
     """`tokens` is the length of its document, 0 where that is not known."""

@@ -82,7 +82,9 @@ def test_a_model_that_names_no_cartridge_or_another_is_refused(http, path):
         assert reply.status_code == status, (model, reply.text)
 
 
-@pytest.mark.parametrize("extra", [{"cartridges": None}, {"cartridges": ["nope"]}, {"kv_transfer_params": {}}])
+@pytest.mark.parametrize(
+    "extra", [{"cartridges": None}, {"cartridges": False}, {"cartridges": ["nope"]}, {"kv_transfer_params": {}}]
+)
 def test_naming_none_is_not_naming_one(http, extra):
     assert http.post("/v1/completions", json=TAKING["/v1/completions"] | extra).status_code in (400, 404)
 
