@@ -62,12 +62,7 @@ BY_OTHERS = {
         "library/test_published_cli.py",
     ),
     "lmcache-cartridge serve ./llama --library s3://cartridges/fleet --port 8000": "library/test_published_served.py",
-    **dict.fromkeys(
-        [
-            "lmcache-cartridge fleet serve fleet.yaml",
-        ],
-        "fleet/test_fleet_scores.py",
-    ),
+    "lmcache-cartridge fleet serve fleet.yaml": "fleet/test_fleet_scores.py",
     "envoy -c envoy.yaml": "fleet/test_routers.py",
     "vllm serve ./llama --kv-transfer-config '{ "
     '"kv_connector": "CartridgeConnector", "kv_role": "kv_both", '

@@ -230,22 +230,6 @@ def test_the_users_own_transfer_configuration_is_merged_into_ours(planned, mode,
     assert (extra["lmcache.x"], "lmcache.mp.port" in extra) == (1, mode == "multiprocess")
 
 
-@pytest.mark.parametrize(
-    ("given", "shown"),
-    [
-        ("", ['"kv_load_failure_policy": "fail"']),
-        ('--on-load-failure recompute --set cpu_bytes=3MiB --set on_miss=document --set roots=["/srv"] --max-model-len 77',
-         ['"kv_load_failure_policy": "recompute"', "cpu_bytes: 3145728", 'on_miss: "document"', 'roots: ["/srv"]', "--max-model-len 77"]),
-        ("--mode multiprocess --l1-bytes 1GiB --max-model-len 77",
-         ["lmcache.cli.main server", "--l1-size-gb 1 ", " &\n", "CartridgeMPConnector", "--max-model-len 77"]),
-    ],
-)  # fmt: skip
-def test_serve_prints_what_it_would_run_and_passes_unknown_options_on(tmp_path, serve, given, shown):
-    status, printed = serve(f"--print {given}")
-    assert (status, [words for words in shown if words not in printed]) == (0, [])
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_what_vllm_would_end_with_late_is_one_line_before_anything_is_started(tmp_path, serve):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -20,13 +20,12 @@ import pytest
 from homes import claimed
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from waiting import Clock, until
+from waiting import until
 from watching import CHUNK_BYTES, CPU_CHUNKS, DEVICE_CHUNKS, DISK_CHUNKS, Watched, value
 
-from lmcache_cartridge.memory.loads import LOAD_SECONDS
 from lmcache_cartridge.serve import metrics
 from lmcache_cartridge.serve.launch import plan
-from lmcache_cartridge.serve.metrics import PREFIX, RESIDENTS, RequestMetrics, StatusCollector, follow
+from lmcache_cartridge.serve.metrics import PREFIX, RESIDENTS, RequestMetrics, follow
 from lmcache_cartridge.settings import from_mapping
 
 with warnings.catch_warnings():  # torch's, while vLLM is imported
@@ -124,32 +123,6 @@ def test_evictions_pins_claims_refusals_and_quarantines_are_told(watched):
 
 
 # What is missing or wrong.
-
-
-def _collecting(clock: Clock) -> tuple[StatusCollector, CollectorRegistry]:
-    registry = CollectorRegistry()
-    collector = StatusCollector(LOAD_SECONDS, clock=clock)
-    registry.register(collector)
-    return collector, registry
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [[{}], [{"rank": 0, "tiers": {"cpu": {"hits": "x"}}}], 5],
-)
-def test_a_status_that_cannot_be_read_leaves_the_last_numbers_which_grow_old(wrong):
-    clock = Clock()
-    collector, registry = _collecting(clock)
-
-    def told() -> list[float | None]:
-        text = generate_latest(registry).decode()
-        return [value(text, "served_cartridges", rank="0"), value(text, "status_age_seconds")]
-
-    collector.update([{"rank": 0, "served": 1, "tiers": {}}])
-    clock.move(2.5)
-    with pytest.raises((KeyError, TypeError, ValueError)):
-        collector.update(wrong)
-    assert told() == [1, 2.5]
 
 
 def test_workers_that_do_not_answer_cost_their_numbers_only(watched, monkeypatch):
