@@ -15,11 +15,16 @@ from pathlib import Path
 import pytest
 from waiting import until
 
-from lmcache_cartridge.serve import processes
-
 _SLEEP = "import time; open('{0}', 'w').write(str(__import__('os').getpid())); time.sleep(300)"
 _ENDS = "import os, time\nwhile not os.path.exists('{0}'): time.sleep(0.05)\ntime.sleep(0.5); raise SystemExit({1})"
 _PARENT = "import subprocess, sys; subprocess.run([sys.executable, '-c', {0}])"
+_PAIR = """
+import json, sys
+from lmcache_cartridge.serve import processes
+processes._LET_GO_S = 1.0
+sys.exit(processes.run_pair(json.loads(sys.argv[1]), sys.argv[2:]))
+"""
+"""As the module runs a pair, in less time."""
 _STUBBORN = "import signal; [signal.signal(s, signal.SIG_IGN) for s in (2, 15)]; "
 
 
@@ -38,7 +43,7 @@ def files(tmp_path):
 def _pair(lmcache: list[str], vllm: list[str], files: list[Path]) -> Iterator[tuple[subprocess.Popen, list[int]]]:
     """Run the pair until every one of its programs has written its process id; none may be left."""
     pids: list[int] = []
-    command = [sys.executable, "-m", "lmcache_cartridge.serve.processes", json.dumps(lmcache), *vllm]
+    command = [sys.executable, "-c", _PAIR, json.dumps(lmcache), *vllm]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True)
     try:
         until(lambda: all(file.exists() and file.read_text() for file in files))
@@ -119,7 +124,7 @@ def test_requests_under_way_are_finished_where_vllm_was_given_time_for_them(tmp_
     vllm = [*_python(_DRAINS, files[1], release), "--shutdown-timeout", "60"]
     with _pair(_python(_SLEEP, files[0]), vllm, files) as (pair, pids):
         pair.terminate()
-        time.sleep(processes._LET_GO_S + 1)  # without the option it is killed by then
+        time.sleep(2)  # without the option it is killed by then
         assert not any(map(_gone, pids)), "both are there: what is answered may need LMCache"
         release.touch()
         assert pair.wait(60) == 0
