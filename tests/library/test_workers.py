@@ -51,15 +51,6 @@ def test_a_job_is_done_once_for_all_who_want_it(hang):
     assert workers.submit("hung", lambda: "again").result(30) == "again"
 
 
-def test_an_error_is_the_jobs_and_the_thread_goes_on():
-    workers = Workers("test", 1)
-    for error in (ValueError("no"), SystemExit()):
-        failed = workers.submit("a", lambda error=error: (_ for _ in ()).throw(error))
-        with pytest.raises(type(error)):
-            failed.result(30)
-    assert workers.submit("b", lambda: 1).result(30) == 1
-
-
 def test_a_stalled_thread_is_replaced_and_what_shares_a_group_with_it_waits(hang):
     clock = Clock()
     workers = Workers("stalled", 1, clock=clock)

@@ -247,6 +247,20 @@ TestAnySequenceOfCallsKeepsTheBooksRight.settings = settings(
 )
 
 
+def test_what_could_not_be_loaded_is_tried_again_after_a_pause_and_its_problem_forgotten(open_tier, loads, clock):
+    tier, keys = open_tier(4), _keys("a", 2)
+    loads.broken = {keys[1]}
+    with tier.hold(keys, whole=True) as hold:
+        hold.poll()
+        _quiet(tier)
+        assert "is broken" in hold.poll().problem
+        loads.broken.clear()
+        assert hold.poll().admitted == 1
+        clock.now += 10
+        until(lambda: hold.poll().ready)
+        assert hold.poll().problem is None
+
+
 @pytest.mark.parametrize("kind", ["hold", "loan"])
 @pytest.mark.parametrize("how", ["close", "drop"])
 def test_a_hold_ends_while_its_tier_is_locked_by_another_thread_and_is_counted_before_anything_else(

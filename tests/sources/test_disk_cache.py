@@ -92,13 +92,6 @@ def _locked(root: Path) -> Iterator[None]:
 # One cache.
 
 
-@pytest.mark.parametrize("size", [SIZE - 1, SIZE + 1])
-def test_a_copy_of_another_size_than_asked_for_is_a_miss(tmp_path, size):
-    cache = _filled(tmp_path / "cache", 1)
-    assert not cache.read_into(_key(0), memoryview(bytearray(size)))
-    assert (cache.stats().hits, cache.stats().misses) == (0, 1)
-
-
 def test_files_are_private_to_their_user(tmp_path):
     root = _filled(tmp_path / "cache", 1).root
     modes = {str(path.relative_to(tmp_path)): stat.S_IMODE(path.stat().st_mode) for path in [root, *root.rglob("*")]}
