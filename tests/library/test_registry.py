@@ -68,17 +68,6 @@ def test_an_id_stays_where_it_is_until_a_version_is_promoted(registry, make):
     assert registry.find("doc").name == "doc@1", "what was taken back stays so"
 
 
-def test_an_id_without_a_promoted_version_means_nothing_yet(registry, make):
-    registry.register(make(), promote=False)
-    with pytest.raises(CartridgeNotFound, match="promote"):
-        registry.find("doc")
-    assert registry.find("doc@1").version == 1
-    with pytest.raises(CartridgeNotFound):
-        registry.promote("doc@2")
-    registry.promote("doc@1")
-    assert registry.find("doc").version == 1
-
-
 @pytest.mark.parametrize(
     "name",
     ["nobody", "doc@2", "doc@", "doc@-1", "", "doc@1@1", "doc' OR 1=1 --", "doc@" + "9" * 5000],

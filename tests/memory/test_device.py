@@ -57,8 +57,6 @@ def test_what_was_looked_up_is_promoted_and_lent_from_the_device_from_then_on(ho
     made = home.make(kind=kind, positions=64)
     store, prompt = _open(home, 8), home.prompt()
     assert store.lookup(prompt.hashes, prompt.tag) == 4
-    with store.lend(prompt.hashes[0], prompt.tag):
-        assert store.device.stats().lent + store.cpu.stats().lent == 1
     _quiet(store)
     assert store.device.stats().resident == 4
     for chunk, chunk_hash in enumerate(prompt.hashes[:4]):
@@ -67,7 +65,6 @@ def test_what_was_looked_up_is_promoted_and_lent_from_the_device_from_then_on(ho
             assert loan.bytes.numpy().tobytes() == chunk_bytes(made, chunk)
         assert store.release(chunk_hash, prompt.tag)
     assert_served(store, made, prompt)
-    assert (store.device.stats().hits, store.cpu.stats().misses) == (4, 4)
     assert store.cpu.evict(made.digest) == 4
     claim = store.claim(made.digest, {})
     assert claim.poll().ready and store.cpu.stats().misses == 4, "it is claimed where it is"

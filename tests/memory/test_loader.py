@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import msgspec
 import pytest
 import torch
-from chunks import in_int8, load
+from chunks import copied, in_int8, load
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from making import Made, flip_bit, heads_bytes, make_artifact, make_fingerprint, make_rope
@@ -147,6 +148,18 @@ def test_ranks_share_a_disk_tier_without_mixing_their_heads(made, segments, disk
             loaded = _load(_loader(made, rank=rank, world=2, disk=disk), segments, 0)
             assert loaded.numpy().tobytes() == heads_bytes(made.kv[:, :, :16, 2 * rank : 2 * rank + 2])
     assert disk.stats().hits == 2
+
+
+def test_no_load_waits_for_the_disk_tier_and_what_it_has_no_time_for_is_not_kept(made, segments, disk, monkeypatch):
+    away, write, loader = threading.Event(), disk.write, _loader(made, disk=disk)
+    monkeypatch.setattr(disk, "write", lambda *given: away.wait(60) and write(*given))
+    slot = torch.empty(loader.shape.size_bytes, dtype=torch.uint8)
+    monkeypatch.setattr(loader_module, "_MAX_UNWRITTEN_BYTES", 2 * len(slot))
+    for chunk in range(3):
+        load(loader, segments, chunk, slot, wait=False)
+    away.set()
+    copied(loader)
+    assert disk.stats().promoted == 2
 
 
 def test_no_more_than_a_limit_is_allocated_to_cut_chunks_from(root, monkeypatch):

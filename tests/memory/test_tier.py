@@ -298,6 +298,15 @@ def test_a_reservation_that_is_closed_while_it_grows_holds_nothing(open_tier, mo
     assert tier.lease(_keys("b", 4), 5) == 4
 
 
+def test_a_lease_that_ran_out_is_not_the_one_that_is_released(open_tier, clock):
+    tier, (key,) = open_tier(1), _keys("a", 1)
+    for _ in range(2):
+        assert tier.lease([key], 5) == 1
+        clock.now += 60  # the first, of a request that never came, runs out: leases are 100 s long here
+    assert tier.release(key), "the second request is done"
+    assert tier.evict("a") == 1, "its lease went on without it"
+
+
 def test_a_budget_is_as_many_chunks_as_it_holds_whole_and_they_begin_at_a_page():
     tier = MemoryTier(8192, 6 * 8192 - 1, one_by_one(lambda key, out: out.fill_(key.chunk)))
     assert tier.lease(_keys("a", 9), 10) == tier.slots == 5
