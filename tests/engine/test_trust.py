@@ -69,20 +69,6 @@ def test_what_is_not_trusted_is_lent_to_those_that_name_it(home):
     assert twins.store.release(first, digest)
 
 
-def test_it_is_known_whose_chunks_have_answered_a_prompt(home):
-    twins = Twins(home, True, None)
-    trust, engine = twins.store.trust, twins.store.engine
-    assert trust.answers(engine, list(IDS)) == [], "it may answer, and has not"
-    _look_up(twins.store, home.prompt("good"))
-    assert trust.answers(engine, [*IDS, 5]) == [("good@1", 64)]
-    assert trust.answers(engine, list(IDS[: 2 * CHUNK - 1])) == [("good@1", CHUNK)]
-    twins.told(None, True)
-    _look_up(twins.store, home.prompt("good"))
-    assert trust.answers(engine, list(IDS)) == [("zbad@1", 64)], "the leader"
-    twins.told(False, False)
-    assert trust.answers(engine, list(IDS)) == [], "what was withdrawn is never found again"
-
-
 def test_what_a_lookup_leased_is_lent_though_another_leads_since_unless_that_is_quarantined(home):
     twins = Twins(home, True, None)
     assert twins.store.lookup(twins.hashes) == 4
@@ -170,16 +156,6 @@ def test_what_never_answered_a_plain_prompt_leaves_nothing_to_withdraw(home, by_
     home.registry.remove("doc")
     store.refresh()
     assert _stamp(home) is None
-
-
-def test_a_name_that_goes_while_another_stays_is_no_withdrawal(home):
-    store, digest, prompt = _alone(home)
-    home.make("copy", positions=64, token_ids=load_token_ids(home.made["doc"].manifest, home.root()).tolist())
-    store.refresh()
-    _answer(store, digest, prompt)
-    home.registry.remove("copy")
-    store.refresh()
-    assert (store.lookup(prompt.hashes), _stamp(home)) == (4, 0)
 
 
 @pytest.mark.parametrize("down", [True, False], ids=["while none ran", "before the restart"])

@@ -21,13 +21,6 @@ def test_the_first_asks_alone_and_the_others_once_it_was_answered(turns):
     assert [turns.may_ask(name, "key", "prefix") for name in "cd"] == [True, False], "the copy is gone"
 
 
-def test_of_several_keys_of_one_prefix_each_waits_until_the_one_before_was_answered(turns):
-    assert [turns.may_ask(name, name, "prefix") for name in "ab"] == [True, False]
-    turns.answered("a", found=True)
-    assert [turns.may_ask(name, name, "prefix") for name in "bc"] == [True, False]
-    assert turns.may_ask("a again", "a", "prefix"), "its copy is there, whoever asks for another"
-
-
 def test_a_request_that_ends_before_it_was_answered_keeps_nobody_waiting(turns):
     assert [turns.may_ask(name, "key", "prefix") for name in "ab"] == [True, False]
     turns.answered("b", found=False)
