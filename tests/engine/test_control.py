@@ -211,18 +211,17 @@ def test_no_other_user_can_open_the_socket(server):
 def test_calls_that_hang_end_no_claim_hold_up_no_other_call_and_are_bounded(serve, connect, store, made, monkeypatch):
     monkeypatch.setattr(control, "_MAX_CALLS", 3)
     workers = connect(serve(store))
-    go_on, hanging = threading.Event(), []
+    go_on = threading.Event()
     monkeypatch.setattr(store, "evict", lambda digest: go_on.wait(60))
     claim = _claimed(workers, made.manifest.digest)
     try:
-        hanging.append(workers.begin("evict", "x"))
+        hanging = [workers.begin("evict", "x") for _ in "ab"]
         assert workers.call("numbers")[0]["claims"] == 1
         with monkeypatch.context() as short:
             short.setattr(client, "TIMEOUT_S", 0.2)
             with pytest.raises(UnsupportedEngine, match="does not answer evict: timed out"):
                 workers.call("evict", "x")
         assert (store.status()["claims"], store.cpu.stats().held) == (1, 4), "claims ended with the call"
-        hanging.append(workers.begin("evict", "x"))
         waiting = workers.begin("numbers")
         assert claim.begin().result()[0]["ready"] and _claimed(workers, made.manifest.digest)
         assert not waiting.done()

@@ -177,7 +177,7 @@ def test_a_tenant_is_the_clients_own_salt():
     a, b = _tenant("a", {}), _tenant("b", {})
     assert len({a, b, "a", None}) == 4
     for salt, params, expected in (
-        (None, {}, None), ("a", {"lmcache.tag.own": "x"}, a), ("a", {TENANT: b}, a), (None, {TENANT: b}, None),
+        (None, {}, None), ("a", {TENANT: b}, a), (None, {TENANT: b}, None),
         ("made by the server", {TAG: "x", GRANT: {"must_inject": 0, "salt": "a"}}, a),
         ("made by the server", {TAG: "x", GRANT: {"must_inject": 0, "salt": None}}, None),
         ("a", {TAG: "x", GRANT: {"must_inject": 0}}, a),
