@@ -5,7 +5,6 @@ from __future__ import annotations
 import abc
 import enum
 import re
-import sys
 import warnings
 from functools import reduce
 from types import SimpleNamespace
@@ -129,18 +128,6 @@ def test_a_method_that_a_release_asks_for_and_we_have_not_is_named_at_start(part
     host.verify(part)
 
 
-def test_a_module_is_taken_from_where_lmcache_moved_it_else_from_where_it_was(tmp_path, monkeypatch):
-    """With a package in LMCache's place: LMCache has either."""
-    files = {"__init__": "", "moved": "here = 'old'", "inprocess/moved": "here = 'new'", "stays": "here = 'old'"}
-    (tmp_path / "lmcache" / "inprocess").mkdir(parents=True)
-    for name, text in files.items():
-        (tmp_path / "lmcache" / f"{name}.py").write_text(text)
-    others = {name: each for name, each in sys.modules.items() if name.partition(".")[0] != "lmcache"}
-    monkeypatch.setattr(sys, "modules", others)
-    monkeypatch.syspath_prepend(tmp_path)
-    assert [host.module(f"lmcache.{name}").here for name in ("moved", "stays")] == ["new", "old"]
-
-
 # Names of live objects.
 
 
@@ -150,8 +137,9 @@ def _connector(**manager: Any) -> Any:
     return SimpleNamespace(_lmcache_engine=adapter)
 
 
-@pytest.mark.parametrize("path", ["_lmcache_engine", "_lmcache_engine._manager", "_lmcache_engine.load_specs",
-                                  "_lmcache_engine._manager.lmcache_engine"])  # fmt: skip
+@pytest.mark.parametrize(
+    "path", ["_lmcache_engine", "_lmcache_engine.load_specs", "_lmcache_engine._manager.lmcache_engine"]
+)
 def test_lmcache_behind_its_connector_is_refused_where_a_part_is_not_where_it_was(path):
     engine = SimpleNamespace(storage_manager=SimpleNamespace(storage_backends={"a": "backend"}))
     assert host_inprocess.InProcess(_connector(lmcache_engine=engine)).backends() == ["backend"]
@@ -201,7 +189,6 @@ def test_handlers_that_cannot_be_wrapped_are_refused():
     assert (sound.online_renderer, sound.engine_client) == (["ours", "theirs"], ["guard", client])
     assert (showing.online_renderer, showing.engine_client) == (["shown", "theirs"], client)
     for broken, named in (
-        ({"openai_serving_chat": SimpleNamespace(engine_client=client)}, "openai_serving_chat"),
         ({"openai_serving_chat": SimpleNamespace(online_renderer=1, engine_client=object())}, "openai_serving_chat"),
         ({}, "_state"), ({"serving_render": object()}, "online_renderer"),
     ):  # fmt: skip

