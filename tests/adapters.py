@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -11,14 +10,14 @@ from transformers import AutoModelForCausalLM
 from wards import MODEL
 
 
-def write_adapter(path: Path, seed: int, **options: Any) -> Path:
+def write_adapter(path: Path, seed: int) -> Path:
     """Write an adapter of random weights for attention.
 
     Measured on a sheet of 1024 tokens: 9 of 10 questions answered right, and logprobs 1 to 8 from those after the base
     model's KV, or without the adapter.
     """
     torch.manual_seed(seed)
-    given = {"r": 8, "lora_alpha": 32, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]} | options
-    config = LoraConfig(init_lora_weights=False, **given)
+    modules = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    config = LoraConfig(r=8, lora_alpha=32, target_modules=modules, init_lora_weights=False)
     get_peft_model(AutoModelForCausalLM.from_pretrained(MODEL), config).save_pretrained(path)
     return path

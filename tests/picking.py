@@ -6,38 +6,18 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from aiohttp import web
 
-from lmcache_cartridge.fleet.service import Fleet
-from lmcache_cartridge.fleet.web import LIMITS, app
+from lmcache_cartridge.fleet.web import LIMITS
 
 T = TypeVar("T")
 
 
-class Service(NamedTuple):
-    """A service that runs."""
-
-    fleet: Fleet
-    url: str
-    loop: asyncio.AbstractEventLoop
-
-    def run(self, call: Coroutine[Any, Any, T]) -> T:
-        """Return what a coroutine of the fleet's returns, run in its event loop."""
-        return asyncio.run_coroutine_threadsafe(call, self.loop).result(60)
-
-
 @contextmanager
-def service(fleet: Fleet) -> Iterator[Service]:
-    """Run a fleet's service."""
-    with serving(lambda: app(fleet)) as (url, loop):
-        yield Service(fleet, url, loop)
-
-
-@contextmanager
-def serving(make: Callable[[], web.Application]) -> Iterator[tuple[str, asyncio.AbstractEventLoop]]:
-    """Run an application as the service is run; yield its address and event loop."""
+def serving(make: Callable[[], web.Application]) -> Iterator[str]:
+    """Run an application as the service is run; yield its address."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
@@ -55,7 +35,7 @@ def serving(make: Callable[[], web.Application]) -> Iterator[tuple[str, asyncio.
     try:
         runner, port = run(start())
         try:
-            yield f"http://127.0.0.1:{port}", loop
+            yield f"http://127.0.0.1:{port}"
         finally:
             run(runner.cleanup())
             run(asyncio.sleep(0.01))  # aiohttp's connections close a little later

@@ -228,13 +228,13 @@ def _address(url: str) -> dict[str, Any]:
 
 
 @contextmanager
-def vllm_router(urls: Sequence[str], directory: Path, *options: str, policy: str = "consistent_hash") -> Iterator[str]:
+def vllm_router(urls: Sequence[str], directory: Path) -> Iterator[str]:
     """Run vllm-router before these servers, with its own defaults; yield its address, `directory/router.log` its log."""
     port = free_port()
     directory.mkdir(exist_ok=True)
-    command = [Path(sys.executable).parent / "vllm-router", "--host", LOCAL, "--port", str(port), "--policy", policy,
+    command = [Path(sys.executable).parent / "vllm-router", "--host", LOCAL, "--port", str(port), "--policy", "consistent_hash",
                "--prometheus-port", str(free_port()), "--worker-startup-check-interval", "1",
-               "--worker-urls", *urls, *options]  # fmt: skip
+               "--worker-urls", *urls]  # fmt: skip
     log = directory / "router.log"
     with _running(command, log) as process:
         _wait_for(process, log, lambda: httpx.get(f"http://{LOCAL}:{port}/health").status_code == 200)

@@ -20,6 +20,7 @@ from starlette.datastructures import Headers
 
 from lmcache_cartridge.fleet import affinity
 from lmcache_cartridge.fleet.affinity import Naming, affinity_key, model_ids, session_headers
+from lmcache_cartridge.serve import misnamed
 from lmcache_cartridge.serve.request import MAX_CHAIN, Refusal, Router, read_header
 from lmcache_cartridge.settings import Settings
 
@@ -34,8 +35,7 @@ IDS = st.from_regex(r"\A[A-Za-z0-9_][A-Za-z0-9._-]{0,11}\Z") | st.sampled_from([
 VERSIONS = st.sampled_from(["", "@1", "@2", "@17"])
 
 
-def test_an_alias_a_label_several_headers_and_a_session_have_the_key_of_what_they_name():
-    assert affinity_key({"cartridges": "a@1"}) == affinity_key({"bot": "a@2"}, naming=Naming("label", "bot")) == "a"
+def test_an_alias_several_headers_and_a_session_have_the_key_of_what_they_name():
     assert affinity_key({"model": "bot"}, naming=Naming(models=MODELS, model_aliases={"bot": ["a@2", "b"]})) == "a,b"
     assert affinity_key({}, ["a@1", "b"]) == affinity_key(None, "a ,\t, b@7,") == "a,b"
     assert session_headers("a@2", "b") == {"x-session-id": "a,b", "X-Cartridges": "a@2, b"}
@@ -63,7 +63,7 @@ _HEADERS = st.lists(st.text(st.sampled_from("ab@1, \tz:/"), max_size=12) | IDS, 
 @given(
     _BODIES, _HEADERS, st.sampled_from(["explicit", "label", "composite", "static"]), st.sampled_from([None, "sk-1"])
 )
-@examples(max_examples=400, deadline=None, derandomize=True, database=None)
+@examples(max_examples=250, deadline=None, derandomize=True, database=None)
 def test_the_key_is_of_the_cartridges_that_a_server_would_take(body, header, router, api_key):
     settings = Settings(home=Path("/nowhere"), router=router, **SETTINGS)
     named = {name: getattr(settings, name) for name in ("router", "label_field", "static", "composites")}
@@ -77,15 +77,10 @@ def test_the_key_is_of_the_cartridges_that_a_server_would_take(body, header, rou
     assert key == ",".join(re.sub("@[0-9]+$", "", reference.id) for reference in taken)
 
 
-@pytest.mark.parametrize("body", [None, [], 5, "x", {"cartridges": [[], 5, None, {"id": 5}, ""]}, {"model": 5}])
-def test_what_names_nothing_has_no_key(body):
-    assert affinity_key(body) == ""
-
-
 @pytest.mark.parametrize(
     "model, ids",
-    [("m", []), ("m:a", ["a"]), ("m:a@2, b", ["a@2", "b"]), ("qwen:7b:a", ["a"]), ("m:s3://b/k", ["s3://b/k"]),
-     ("s3://bucket/model", []), ("org/m:a,s3://b/k", ["a", "s3://b/k"]), ("m:", []), (":a", [])],
+    [("m", []), ("m:a@2, b", ["a@2", "b"]), ("qwen:7b:a", ["a"]), ("s3://bucket/model", []),
+     ("org/m:a,s3://b/k", ["a", "s3://b/k"]), ("m:", []), (":a", []), (5, [])],
 )  # fmt: skip
 def test_a_model_name_is_taken_apart_without_knowing_the_models(model, ids):
     assert model_ids(model) == ids
@@ -130,13 +125,6 @@ def test_the_production_stack_gets_one_session_key_for_all_ways_of_naming_and_no
     assert _session(module, {"model": "m"}, **{"X-Cartridges": "a@7, b"})["affinity_key"] == "a,b"
     engines_list_the_base = {"model": "qwen:7b", "cartridges": ["a@2", "b"], "affinity_key": "a,b"}
     assert _session(module, {"model": "qwen:7b:a@2,b"}) == engines_list_the_base
-    for body in ({"model": "m"}, {"model": "qwen:7b"}, [1]):
+    assert misnamed.find({module.KEY: "a"}, ("cartridges",)) is None, "servers would refuse it as a misspelt field"
+    for body in ({"model": "qwen:7b"}, [1]):
         assert _session(module, body.copy()) == body
-
-
-def test_a_key_of_the_router_is_none_of_our_fields(monkeypatch):
-    """The router may write the body anew from the dict, where it has an alias for the model."""
-    from lmcache_cartridge.serve import misnamed
-
-    module = _callback(monkeypatch, {})
-    assert misnamed.find({module.KEY: "a"}, ("cartridges",)) is None

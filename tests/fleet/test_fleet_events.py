@@ -15,7 +15,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from lmcache_cartridge.fleet.events import Follower
+from lmcache_cartridge.fleet.events import Counts, Follower
 from lmcache_cartridge.fleet.index import Index, Source, Tokens
 
 with warnings.catch_warnings():  # torch's, while vLLM is imported
@@ -117,15 +117,10 @@ def known(follower: Follower, most: int = 60) -> set[int]:
 async def test_what_was_told_before_and_what_is_told_now_is_known(engine):
     engine.tell([stored(1)], [stored(2), removed(1)])
     async with following(engine) as follower:
-        assert follower.whole
-        await seen(lambda: known(follower) == {2})
-        engine.tell([stored(3), stored(3, "CPU"), stored(4, "STORAGE")])
-        await seen(lambda: sum(follower.index.blocks().values()) == 16)
-        assert follower.index.matches(Tokens(ids_of(3))) == {0: {"gpu": 64, "cpu": 64}}
-        assert follower.index.matches(Tokens(ids_of(4))) == {0: {"disk": 64}}
+        await seen(lambda: known(follower) == {2} and follower.whole)
         engine.tell([AllBlocksCleared()], [stored(5)])
         await seen(lambda: known(follower) == {5})
-        assert (follower.counts.gaps, follower.counts.restarts, follower.counts.lost) == (0, 0, 0)
+        assert follower.counts == Counts(batches=4)
 
 
 async def test_a_batch_that_did_not_arrive_is_noticed_and_had_from_the_buffer(engine):
@@ -136,8 +131,7 @@ async def test_a_batch_that_did_not_arrive_is_noticed_and_had_from_the_buffer(en
         engine.drop([stored(3)])
         engine.tell([stored(4)])
         await seen(lambda: known(follower) == {2, 3, 4})
-        assert (follower.counts.gaps, follower.counts.lost, follower.whole) == (1, 0, True)
-        assert follower.counts.batches == 5, "each once"
+        assert follower.counts == Counts(batches=5, gaps=1) and follower.whole
 
 
 async def test_a_last_batch_that_did_not_arrive_is_found_without_another(engine):
@@ -183,25 +177,6 @@ async def test_a_restart_is_seen_while_events_come_even_where_the_new_clock_is_b
         assert (follower.counts.restarts, follower.counts.lost) == (1, 0)
 
 
-async def test_a_buffer_that_never_ends_is_asked_again_only_while_something_comes(engine):
-    asked = []
-
-    async def answer(socket: zmq.asyncio.Socket) -> None:
-        while True:
-            client, *_, number = await socket.recv_multipart()
-            asked.append(int.from_bytes(number, "big"))
-            batch = msgspec.msgpack.encode([0.0, [stored(1)], 0])
-            await socket.send_multipart([client, b"", b"t", (0).to_bytes(8, "big"), batch])
-
-    engine.close()
-    with zmq.asyncio.Context.instance().socket(zmq.ROUTER) as socket:
-        socket.bind(engine.replay)
-        answering = asyncio.create_task(answer(socket))
-        async with following(engine, timeout_s=0.05, verify_s=60.0) as follower:
-            assert known(follower) == {1} and len(asked) <= 3
-        answering.cancel()
-
-
 async def test_what_the_buffer_no_longer_has_is_said_until_the_server_clears_its_blocks(tmp_path):
     engine = Engine(tmp_path, buffer=4)
     engine.tell(*[[stored(i)] for i in range(10)])
@@ -236,12 +211,12 @@ async def test_what_is_no_event_is_counted_and_skipped(engine):
             engine.close()
             socket.bind(engine.events)
             batch = msgspec.msgpack.encode([0.0, [{"type": "Else"}, {"type": "AllBlocksCleared"}, stored(1)], 0])
-            frames = [[b"t", i.to_bytes(8, "big"), part] for i, part in enumerate([b"\xc1", b"", b"\x93", batch])]
+            frames = [[b"t", i.to_bytes(8, "big"), part] for i, part in enumerate([b"\xc1", b"", batch])]
 
             def sent() -> bool:
                 for one in [[b"alone"], [b"t", b"short", b""], *frames]:
                     socket.send_multipart(one)
-                return follower.counts.malformed >= 6
+                return follower.counts.malformed >= 5
 
             await seen(sent)
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -22,7 +20,6 @@ from picking import serving
 from routers import ENVOY, Reply, Request, Stub, envoy, stubs
 from waiting import until
 
-from lmcache_cartridge.errors import CartridgeNotFound
 from lmcache_cartridge.fleet.config import FleetConfig, PodConfig
 from lmcache_cartridge.fleet.index import Index
 from lmcache_cartridge.fleet.pods import Pod
@@ -31,26 +28,17 @@ from lmcache_cartridge.fleet.web import HEADER, PREFIX, destination, route
 NAMES = [f"doc-{number}" for number in range(12)]
 
 
-def test_envoy_accepts_the_configuration_as_it_is():
-    command = [Path(sys.executable).parent / "envoy", "--mode", "validate", "-c", "picker.yaml"]
-    done = subprocess.run(command, cwd=ENVOY, capture_output=True, text=True)
-    assert (done.returncode, "OK" in done.stdout) == (0, True), done.stderr
-
-
 def test_without_a_pick_the_hash_is_that_of_the_other_configuration():
     """Whoever adds a picker, or loses it, finds each cartridge where it was."""
     plain, picked = (
         yaml.safe_load((ENVOY / name).read_text())["static_resources"] for name in ("envoy.yaml", "picker.yaml")
     )
-    before, now = (
-        config["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"] for config in (plain, picked)
-    )
 
-    def routes(manager: Any) -> list[Any]:
+    def routes(config: Any) -> list[Any]:
+        manager = config["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
         return [route["route"] for route in manager["route_config"]["virtual_hosts"][0]["routes"]]
 
-    assert routes(now) == routes(before) * 2, "for POST and for the rest"
-    assert all(one in now["http_filters"] for one in before["http_filters"])
+    assert routes(picked) == routes(plain) * 2, "for POST and for the rest"
     before, now = plain["clusters"][0], picked["clusters"][0]
     [policy] = now["load_balancing_policy"]["policies"]
     [fallback] = policy["typed_extension_config"]["typed_config"]["fallback_policy"]["policies"]
@@ -58,7 +46,6 @@ def test_without_a_pick_the_hash_is_that_of_the_other_configuration():
     assert typed["@type"].endswith("Maglev") and before["lb_policy"] == "MAGLEV"
     limit = {"consistent_hashing_lb_config": typed["consistent_hashing_lb_config"]}
     assert now["common_lb_config"] | limit == before["common_lb_config"]
-    assert now["health_checks"] == before["health_checks"]
 
 
 # Before stubs: no engine, and a picker that says what it is told to say.
@@ -136,27 +123,17 @@ FAILURES: dict[str, Callable[[Fleet], Reply]] = {
 }
 
 
-@pytest.mark.parametrize("failure", ["names nobody", "breaks"])
-def test_no_client_chooses_a_server(fleet, failure):
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_picker_that_fails_leaves_the_hash_and_no_client_chooses_a_server(fleet, failure):
     homes = fleet.answered()
     assert set(homes.values()) == {"0", "1", "2"}, "the control: the hash spreads them"
     fleet.says = lambda request: FAILURES[failure](fleet)
-    for name in NAMES[:4]:
-        other = fleet.address((int(homes[name]) + 1) % 3)
-        for aim in (other, fleet.outside.url[7:], f"{fleet.outside.url[7:]},{other}"):
-            for header in (HEADER, HEADER.title()):
-                assert fleet.answered([name], **{header: aim}) == {name: homes[name]}
+    for aim in ("", fleet.address(1), f"{fleet.outside.url[7:]},{fleet.address(2)}"):
+        assert fleet.answered(**({HEADER: aim} if aim else {})) == homes
     fleet.pick(0)
     until(fleet.is_asked)
     assert set(fleet.answered(**{HEADER: fleet.address(1)}).values()) == {"0"}
     assert fleet.outside.requests == []
-
-
-@pytest.mark.parametrize("failure", FAILURES)
-def test_a_picker_that_fails_leaves_the_hash(fleet, failure):
-    homes = fleet.answered()
-    fleet.says = lambda request: FAILURES[failure](fleet)
-    assert fleet.answered() == homes
 
 
 def test_a_picker_that_hangs_is_soon_left_alone_and_asked_again_later(tmp_path):
@@ -177,15 +154,12 @@ def test_a_picker_that_hangs_is_soon_left_alone_and_asked_again_later(tmp_path):
 
 
 def test_a_body_that_is_too_large_for_the_picker_reaches_its_server_whole(fleet):
-    home = fleet.answered(NAMES[:1])
-    for size, is_cut in ((15 << 20, False), (17 << 20, True)):
-        body = json.dumps({"cartridges": NAMES[:1], "prompt": "x" * size}).encode()
-        reply = fleet.http.post("/v1/completions", content=body)
-        assert reply.json()["stub"] == home[NAMES[0]]
-        assert fleet.servers[int(reply.json()["stub"])].requests[-1].body == body
-        asked = fleet.picker.requests[-1]
-        assert asked.headers["x-envoy-auth-partial-body"] == str(is_cut).lower()
-        assert len(asked.body) == (16 << 20 if is_cut else len(body))
+    home, body = fleet.answered(NAMES[:1]), json.dumps({"cartridges": NAMES[:1], "prompt": "x" * (17 << 20)}).encode()
+    reply = fleet.http.post("/v1/completions", content=body)
+    assert reply.json()["stub"] == home[NAMES[0]]
+    assert fleet.servers[int(home[NAMES[0]])].requests[-1].body == body
+    asked = fleet.picker.requests[-1]
+    assert (asked.headers["x-envoy-auth-partial-body"], len(asked.body)) == ("true", 16 << 20)
 
 
 def test_a_picked_server_that_is_gone_is_passed_over(tmp_path):
@@ -210,23 +184,20 @@ def place(address: str) -> Any:
 class Says:
     """A picker that says one thing, and keeps what it was asked."""
 
-    def __init__(self, answer: str | Exception) -> None:
+    def __init__(self, answer: str) -> None:
         self.answer = answer
         self.asked: list[tuple[dict[str, str], bytes]] = []
 
     async def pick(self, headers: Any, body: bytes) -> Any:
         self.asked.append((dict(headers), body))
-        if isinstance(self.answer, Exception):
-            raise self.answer
         return place(self.answer)
 
 
 LONG = b"a," * 14_000
 ODD: dict[str, tuple[bytes, bytes]] = {
-    "a line's end in the path": (b"/%0Ax", b""), "dots": (b"/../%2e%2e/pick", b""), "no text": (b"/%ff%00", b""),
-    "a long path": (b"/" + b"a" * 30_000, b""), "a long query": (b"/?" + b"a" * 30_000, b""),
+    "a line's end in the path": (b"/%0Ax", b""), "no text": (b"/%ff%00", b""),
+    "a long path": (b"/" + b"a" * 30_000, b""),
     "a long list": (b"/v1/completions", b"x-cartridges: " + LONG + b"\r\n"),
-    "a long key": (b"/v1/completions", b"authorization: Bearer " + LONG + b"\r\n"),
     "no ASCII": (b"/v1/completions", b"x-cartridges: \xff\r\ncontent-type: \x80\r\n"),
     "the list in two": (b"/v1/completions", b"x-cartridges: a\r\nx-cartridges: b\r\n"),
     "bytes that are packed": (b"/v1/completions", b"content-encoding: gzip\r\nexpect: 100-continue\r\n"),
@@ -244,7 +215,7 @@ def test_whatever_envoy_lets_through_the_picker_reads(tmp_path):
     picker = Says("")
     with (
         stubs(2) as servers,
-        serving(make) as (service, _),
+        serving(make) as service,
         envoy([s.url for s in servers], tmp_path, picker=service) as url,
     ):
         for number, (what, (path, headers)) in enumerate(ODD.items()):
@@ -260,12 +231,6 @@ def test_whatever_envoy_lets_through_the_picker_reads(tmp_path):
         assert told["a long list"][0]["x-cartridges"] == LONG.decode()
 
 
-@pytest.mark.parametrize("said, is_a_fault", [(CartridgeNotFound("x"), False), (ZeroDivisionError(), True)])
-async def test_what_cannot_be_named_is_left_out(said, is_a_fault, caplog):
-    assert await destination(Says(said).pick, {"a": "b"}, b"{}") is None
-    assert ("ERROR" in caplog.text) == is_a_fault
-
-
 async def test_a_body_that_envoy_cut_is_not_read():
     picker = Says("10.0.0.5:8000")
     headers = {"x-envoy-auth-partial-body": "true", "x-cartridges": "a"}
@@ -273,17 +238,13 @@ async def test_a_body_that_envoy_cut_is_not_read():
     assert picker.asked == [(headers, b"")]
 
 
-async def test_a_pick_that_takes_too_long_is_given_up_before_envoy_does():
+@pytest.mark.parametrize("limit_ms, told", [("25", None), ("9000", "10.0.0.5:8000"), ("\u00b2", "10.0.0.5:8000")])
+async def test_a_pick_that_takes_too_long_is_given_up_before_envoy_does(limit_ms, told):
     async def pick(headers: Any, body: bytes) -> Any:
-        await asyncio.sleep(60 if body else 0)
+        await asyncio.sleep(0 if told else 60)
         return place("10.0.0.5:8000")
 
-    for given, body, told in (
-        ("25", b"slow", None), ("9000", b"", "10.0.0.5:8000"), ("", b"", "10.0.0.5:8000"),
-        ("soon", b"", "10.0.0.5:8000"), ("\u00b2", b"", "10.0.0.5:8000"),
-    ):  # fmt: skip
-        headers = {"x-envoy-expected-rq-timeout-ms": given}
-        assert await destination(pick, headers, body) == told
+    assert await destination(pick, {"x-envoy-expected-rq-timeout-ms": limit_ms}, b"") == told
 
 
 @pytest.mark.parametrize(
@@ -291,13 +252,12 @@ async def test_a_pick_that_takes_too_long_is_given_up_before_envoy_does():
     [("http://engine-0:8000", "10.0.0.1:8000,[::1]:8000"), ("https://[2600::1]", "10.0.0.1:443,[::1]:443")],
 )
 async def test_envoy_is_told_every_address_of_a_server_also_once_its_name_is_gone(monkeypatch, url, told):
-    looked, names = [], ["10.0.0.1", "::1", "10.0.0.1"]
+    names = ["10.0.0.1", "::1", "10.0.0.1"]
 
     async def look_up(host: str, port: str, **options: Any) -> list[Any]:
-        looked.append(host)
-        if not names:
+        if not names or host not in url or "[" in host:
             raise OSError("gone")
-        return [(10 if ":" in ip else 2, 1, 6, "", (ip, port)) for ip in names]
+        return [(2, 1, 6, "", (ip, port)) for ip in names]
 
     async def answers(session: Any, path: str) -> str:
         return "{}" if path == "/kv_event_sources" else '{"data": []}'
@@ -310,4 +270,3 @@ async def test_envoy_is_told_every_address_of_a_server_also_once_its_name_is_gon
         await pod.poll(SimpleNamespace())
         assert (pod.problem, pod.resolved) == (None, told)
         names.clear()
-    assert looked == [config.address.rpartition(":")[0].strip("[]")] * 2
