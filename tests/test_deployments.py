@@ -18,6 +18,7 @@ from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.engine.contract import API_PLUGIN
 from lmcache_cartridge.engine.versions import PROVEN
 from lmcache_cartridge.errors import ENGINE
+from lmcache_cartridge.fleet.affinity import session_headers
 from lmcache_cartridge.serve.launch import plan
 from lmcache_cartridge.serve.metrics import PREFIX, RESIDENT_LABELS, RESIDENTS
 from lmcache_cartridge.settings import SECRET_VARIABLE, Settings
@@ -163,6 +164,10 @@ def test_a_picker_reads_our_gauge(name):
     assert engine.keys() <= ENGINE_CONFIG
     assert engine["loraSpec"] == PREFIX + RESIDENTS.name
     assert RESIDENT_LABELS == SCORER_LABELS
+
+
+def test_a_picker_reads_the_header_that_clients_send():
+    assert next(iter(session_headers("a"))) in LLM_D.read_text(encoding="utf-8")
 
 
 def test_engines_of_llm_d_serve_as_serve_does(planned):

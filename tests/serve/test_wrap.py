@@ -18,7 +18,7 @@ from lmcache_cartridge.engine.client import ControlClient
 from lmcache_cartridge.engine.contract import GRANT, TAG
 from lmcache_cartridge.serve import http
 from lmcache_cartridge.serve.claim import Claim
-from lmcache_cartridge.serve.request import Reference
+from lmcache_cartridge.serve.request import Reference, Router
 from lmcache_cartridge.serve.resolve import Resolver, Selection
 from lmcache_cartridge.settings import from_mapping
 
@@ -27,7 +27,7 @@ with quietly():
 
     from lmcache_cartridge.engine.host_api import Cached, share, split_cached
     from lmcache_cartridge.serve.adapters import Adapters
-    from lmcache_cartridge.serve.wrap import GuardedEngine
+    from lmcache_cartridge.serve.wrap import CartridgeRenderer, GuardedEngine
 
 
 LOST = 0, "error"
@@ -166,6 +166,15 @@ def test_what_can_neither_be_computed_nor_go_on_is_an_error(home, kind, events, 
     with pytest.raises(GenerationError, match="ask again") as caught:
         _guarded(home, kind, engine, settings, document=document, n=n)
     assert (caught.value.status_code, len(engine.prompts)) == (425, 1)
+
+
+def test_beam_search_is_refused_to_who_wants_nothing_injected_too():
+    """It would drop the tag by which nothing is found."""
+    settings = from_mapping({})
+    admission = SimpleNamespace(settings=settings, router=Router(settings))
+    request = SimpleNamespace(model="m", model_extra={"cartridges": False}, use_beam_search=True)
+    with pytest.raises(GracefulHTTPError, match="beam search"):
+        asyncio.run(CartridgeRenderer(None, admission).render_completion(request))
 
 
 def _posted(answer: Any) -> dict[str, str]:
