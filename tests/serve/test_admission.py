@@ -204,9 +204,8 @@ def test_token_ids_of_another_model_are_refused_alone_and_in_a_chain(serve, home
     home.make("kv")
     home.make("text", kind="tokens")
     home.make("stranger", kind="tokens", layers=5)
-    home.make("other", layers=5)
-    admission, chains = serve(), (["kv", "text"], ["stranger"], ["kv", "stranger"], ["text", "other"])
-    assert [_run(_status(admission, *chain)) for chain in chains] == [200, 409, 409, 409]
+    admission, chains = serve(), (["kv", "text"], ["stranger"], ["kv", "stranger"])
+    assert [_run(_status(admission, *chain)) for chain in chains] == [200, 409, 409]
 
 
 def test_servers_make_the_same_salts_with_one_secret_and_others_without(serve, tmp_path):

@@ -140,7 +140,7 @@ def test_whatever_is_not_under_a_root_is_not_found_be_it_there_or_not(home, case
     assert (status, str(home.settings.home) in said.replace(repr(path), "")) == (404, False)
 
 
-@pytest.mark.parametrize("damage", ["manifest", "ids", "exchanged"])
+@pytest.mark.parametrize("damage", ["manifest", "gone", "ids", "exchanged"])
 def test_a_damaged_or_exchanged_artefact_is_not_usable_and_its_path_not_told(home, damage):
     root = home.place("a")
     file = root / "manifest.json"
@@ -149,6 +149,8 @@ def test_a_damaged_or_exchanged_artefact_is_not_usable_and_its_path_not_told(hom
     match damage:
         case "manifest":
             file.write_text("{")
+        case "gone":
+            file.unlink()
         case "ids":
             file.write_text(text.replace('"count": 32', '"count": 31'))
         case "exchanged":
@@ -279,6 +281,11 @@ def test_a_trained_one_behind_tokens_is_computed_from_its_document_where_that_is
     assert (selection.tag, selection.must_inject) == (None, 0)
     status, said = home.refused("a", "text", "trained", **allowed)
     assert (status, "trained@1 has no text" in said) == (422, True)
+
+
+def test_what_is_computed_behind_tokens_is_of_their_model(home):
+    home.make("other", fingerprint=make_fingerprint(layers=5))
+    assert home.refused("text", "other")[0] == 409
 
 
 # What a selection is bound to.
