@@ -252,19 +252,16 @@ def keep_from_saving(tracker: Any) -> None:
 def _is_asked_for_trackers(connector: Any) -> bool:
     """Whether a lookup goes through the method that `CartridgeMPConnector` overrides to name the request's keys."""
 
-    class Asked(Exception):
-        pass
-
     class Probe(connector):
         def __init__(self) -> None:
             """Build nothing."""
 
         def _get_or_create_request_tracker(self, request: Any) -> Any:
-            raise Asked
+            raise EOFError
 
     try:
         Probe().get_num_new_matched_tokens(object(), 0)
-    except Asked:
+    except EOFError:
         return True
     return False
 

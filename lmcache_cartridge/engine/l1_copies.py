@@ -64,8 +64,15 @@ class L1Copies:
             logger.warning("LMCache's server may have no copies of what is preloaded yet: %s", error)
 
     def _delete(self, keys: list[Any]) -> None:
+        encoded = [
+            {
+                "chunk_hash_hex": key.chunk_hash.hex(), "model_name": key.model_name, "kv_rank": key.kv_rank,
+                "object_group_id": key.object_group_id, "cache_salt": key.cache_salt,
+            }
+            for key in keys
+        ]  # fmt: skip
         try:
-            answer = self._ask("DELETE", "/cache/objects", {"tier": "l1", "keys": [_encoded(key) for key in keys]})
+            answer = self._ask("DELETE", "/cache/objects", {"tier": "l1", "keys": encoded})
         except (OSError, ValueError) as error:
             logger.warning("LMCache's server keeps its copies of %d chunks: %s", len(keys), error)
             return
@@ -81,10 +88,3 @@ class L1Copies:
         request = urllib.request.Request(f"{self._url}{path}", data, headers, method=method)
         with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as reply:
             return json.load(reply)
-
-
-def _encoded(key: Any) -> dict[str, Any]:
-    return {
-        "chunk_hash_hex": key.chunk_hash.hex(), "model_name": key.model_name, "kv_rank": key.kv_rank,
-        "object_group_id": key.object_group_id, "cache_salt": key.cache_salt,
-    }  # fmt: skip

@@ -201,7 +201,6 @@ class CartridgeL2Adapter(L2AdapterInterface):
         """Look leading chunks up and lease them, each rank's by themselves; return the task at once."""
         if keys and is_check(keys[0].cache_salt):  # here: other lookups may have all threads
             self._checks.put(keys[0].cache_salt, (_hash(keys[0]), group_layout_descs.get(0)))
-            return self._lookups.submit(len(keys), lambda _: None)
         return self._lookups.submit(len(keys), lambda task: self._lookup(task, keys, group_layout_descs))
 
     def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 logger = init_logger("vllm.lmcache_cartridge.mp_connector")
@@ -69,8 +70,8 @@ class CartridgeMPConnector(TellsTiers, InjectsWhole, LMCacheMPConnector):
         self._engine = _describe(vllm_config, kv_cache_config)
         self._retries: dict[str, tuple[float, float]] = {}
         """The monotonic times of a request's next lookup, and after which a miss counts."""
-        self._unsaved: set[str] = set()
-        """Requests of which nothing may be saved any more."""
+        self._loading: set[str] = set()
+        """Requests for which LMCache loads, and those that ended meanwhile, until LMCache says that it has saved them."""
         self._keys: dict[str, _Keys] = {}
         self._waiting: set[str] = set()
         """Requests whose cartridge LMCache had no room for at its last look."""
@@ -185,7 +186,7 @@ class CartridgeMPConnector(TellsTiers, InjectsWhole, LMCacheMPConnector):
         if positions_to_inject(request):  # found whole or not at all
             host.look_all_up(tracker)
         # LMCache 0.5.6 knows skip_save in the workers only, and leaves out of its memory what lies behind this limit.
-        if params.get(SKIP_SAVE) or tracker.request_id in self._unsaved:
+        if params.get(SKIP_SAVE):
             host.keep_from_saving(tracker)
         return tracker
 
@@ -220,7 +221,6 @@ class CartridgeMPConnector(TellsTiers, InjectsWhole, LMCacheMPConnector):
         # nothing saved of what it computes after positions that nobody filled.
         host.let_go_of_hits(tracker)
         host.keep_from_saving(tracker)
-        self._unsaved.add(name)
         return until - num_computed_tokens, False
 
     def _may_ask(self, request: Request) -> bool:
@@ -262,19 +262,32 @@ class CartridgeMPConnector(TellsTiers, InjectsWhole, LMCacheMPConnector):
         the room that LMCache makes. Requests that go on are saved later.
         """
         metadata = super().build_connector_meta(scheduler_output)
-        if self._waiting:
-            for store in [one for one in metadata.requests if one.direction == "STORE"]:
-                metadata.requests.remove(store)
-                self._get_request_tracker(store.request_id).num_stored_tokens = store.op.start
+        stores = [one for one in metadata.requests if one.direction == "STORE"]
+        if transfer_of(self._config).is_kv_producer:  # others are told of nothing that is saved
+            self._loading |= {one.request_id for one in metadata.requests if one.direction != "STORE"}
+        for store in stores if self._waiting else ():
+            metadata.requests.remove(store)
+            self._get_request_tracker(store.request_id).num_stored_tokens = store.op.start
         return metadata
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Take what the workers told.
+
+        vLLM lets go of a request that ended while LMCache loaded for it as soon as that is done. LMCache 0.5.6 tells of it too
+        that it has saved it, and vLLM, which would let go of it then as well, or before that is done, ends.
+        """
+        super().update_connector_output(connector_output)
+        self._loading -= (connector_output.finished_recving or set()) & self._keys.keys()
+        saved = connector_output.finished_sending or set()
+        connector_output.finished_sending, self._loading = saved - self._loading, self._loading - saved
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Forget the request."""
-        self._retries.pop(request.request_id, None)
-        self._unsaved.discard(request.request_id)
-        self._keys.pop(request.request_id, None)
-        self._waiting.discard(request.request_id)
-        self._turns.answered(request.request_id, found=False)
+        name = request.request_id
+        self._retries.pop(name, None)
+        self._keys.pop(name, None)
+        self._waiting.discard(name)
+        self._turns.answered(name, found=False)
         return super().request_finished(request, block_ids)
 
 

@@ -77,7 +77,19 @@ class TierEvents:
                 gone = [hash_ for digest, content in told.items() if digest not in held for hash_ in content.hashes]
                 if gone:
                     events.append(BlockRemoved(block_hashes=gone, medium=medium))
-                events += [self._stored(content, medium) for digest, content in held.items() if digest not in told]
+                events += [
+                    BlockStored(
+                        block_hashes=content.hashes,
+                        parent_block_hash=None,
+                        token_ids=content.token_ids,
+                        block_size=self._block,
+                        lora_id=None,
+                        medium=medium,
+                        lora_name=None,
+                    )  # fmt: skip
+                    for digest, content in held.items()
+                    if digest not in told
+                ]
         return events
 
     def tell_again(self) -> None:
@@ -110,12 +122,6 @@ class TierEvents:
             int.from_bytes(blake3(f"{digest}/{i}".encode()).digest(8), "big") for i in range(blocks)
         ]
         return self._contents.put(digest, Content(hashes, token_ids[: blocks * self._block], whole))
-
-    def _stored(self, content: Content, medium: str) -> BlockStored:
-        return BlockStored(
-            block_hashes=content.hashes, parent_block_hash=None, token_ids=content.token_ids, block_size=self._block,
-            lora_id=None, medium=medium, lora_name=None,
-        )  # fmt: skip
 
     def _look_on(self, ask: Callable[..., Any]) -> None:
         while True:
@@ -176,10 +182,17 @@ class TellsTiers:
         super().update_connector_output(connector_output)  # type: ignore[misc]
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        """Hear of it when vLLM forgets its blocks, after which it publishes that all are gone."""
+        """Hear of it when vLLM forgets its blocks, after which it publishes that all are gone. Raises `UnsupportedEngine`."""
         super().bind_gpu_block_pool(gpu_block_pool)  # type: ignore[misc]
-        if self._events is not None:
-            _after_reset(gpu_block_pool, self._events.tell_again)
+        if (events := self._events) is not None:
+            reset = host.attribute(gpu_block_pool, "reset_prefix_cache")
+
+            def reset_and_tell() -> bool:
+                if done := reset():
+                    events.tell_again()
+                return done
+
+            gpu_block_pool.reset_prefix_cache = reset_and_tell  # type: ignore[method-assign]
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Return the events since the last call, LMCache's own first."""
@@ -192,15 +205,3 @@ def _are_wanted(vllm_config: VllmConfig) -> bool:
     """Whether vLLM publishes events and the settings want ours among them."""
     events = vllm_config.kv_events_config
     return events is not None and events.enable_kv_cache_events and from_environment().kv_events
-
-
-def _after_reset(block_pool: BlockPool, then: Callable[[], None]) -> None:
-    """Call `then` whenever vLLM has forgotten all blocks of its pool. Raises `UnsupportedEngine`."""
-    reset = host.attribute(block_pool, "reset_prefix_cache")
-
-    def reset_and_tell() -> bool:
-        if done := reset():
-            then()
-        return done
-
-    block_pool.reset_prefix_cache = reset_and_tell  # type: ignore[method-assign]

@@ -8,7 +8,7 @@ import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -117,6 +117,25 @@ def _cut(model: CausalModel, ward: Ward, positions: int) -> Ward:
 
 def _questions(ward: Ward, count: int = 8) -> list[tuple[list[int], str]]:
     return [([*encode(ask(fact, 0))], fact.value) for fact in ward.facts[:count]]
+
+
+def test_requests_that_end_while_lmcache_loads_for_them_do_not_end_the_engine(served):
+    """vLLM hears of their end within the step that loads for them, which a long prompt beside them makes long."""
+    body = {"model": MODEL, "prompt": [7], "cartridges": ["doc"], "max_tokens": 1}
+
+    def end(number: int) -> None:
+        with suppress(httpx.TimeoutException):
+            served.http.post(
+                "/v1/completions", json=body | {"cache_salt": f"ended {number}"}, timeout=0.05 * (number % 9 + 1)
+            )
+
+    with ThreadPoolExecutor(8) as pool:
+        long = [pool.submit(served.ask_now, [5 + number] * 6000) for number in range(6)]
+        list(pool.map(end, range(60)))
+        assert [each.result().prompt_tokens for each in long] == [6000] * 6
+    for question, answer in _questions(served.wards["doc"], 2):
+        reply = served.ask(question, "doc", "ended 1")
+        assert (reply.text.strip(), reply.cached_tokens) == (answer, 1024)
 
 
 # Tenants.
