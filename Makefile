@@ -22,8 +22,8 @@ versions: $(READY)
 next: $(READY)
 	.ci/next
 
-# All that needs no torch, under Python 3.12 where there is one.
-py312: $(READY)
+# The whole suite under Python 3.12 where there is one: downloads gigabytes.
+py312:
 	.ci/py312
 
 # One tier of docs/measuring.md or several, `TIER=0,3cross`, or `TIER=all`, which takes ten minutes; MODEL is a directory.

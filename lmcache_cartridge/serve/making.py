@@ -51,7 +51,8 @@ _ROOM = "(SELECT count(*) < ? AND total(bytes) + ? <= ? FROM contexts)"
 _LIVING = "SELECT * FROM contexts WHERE (key = ? OR id = ?) AND expires_at > ?"
 _OVER = "UPDATE contexts SET expires_at = 0 WHERE expires_at <= ? AND (? IN (key, '') OR id = ?) RETURNING *"
 """Of a key or id, or with an empty key of all, what nobody can keep any longer."""
-_ENDED = "UPDATE contexts SET expires_at = 0 WHERE id = ?1 AND created_at = ?2 AND ?3 IN (0, max(?3, expires_at)) RETURNING 1"
+_ENDED = """UPDATE contexts SET expires_at = 0 WHERE id = ? AND created_at = ? AND ifnull(nullif(?, 0), expires_at) >= expires_at
+RETURNING 1"""
 _LONGEST = """SELECT * FROM contexts WHERE key IN (SELECT value FROM json_each(?)) AND digest != '' AND expires_at > ?
 ORDER BY tokens DESC LIMIT 1"""
 
