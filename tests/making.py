@@ -1,37 +1,33 @@
-"""Makers that the tests share: real artefacts, engines, damage and threads. Plain functions, no state.
-
-Torch is imported where KV or an engine is made of it. Without torch artefacts have KV that numpy drew.
-"""
+"""Makers that the tests share: real artefacts, engines, damage and threads. Plain functions, no state."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 import numpy as np
+import torch
 
 from lmcache_cartridge.artifact.identity import Identity
 from lmcache_cartridge.artifact.manifest import Manifest, Provenance
 from lmcache_cartridge.artifact.model import Fingerprint, Rotation
 from lmcache_cartridge.artifact.writing import ArtifactWriter
 from lmcache_cartridge.library.index import Hasher
+from lmcache_cartridge.memory.codec import encode
+from lmcache_cartridge.memory.described import Engine
+from lmcache_cartridge.memory.layout import DTYPES, to_heads
 
 if TYPE_CHECKING:
-    import torch
-
     from lmcache_cartridge.artifact.canary import ServedCanary
-    from lmcache_cartridge.memory.described import Engine
 
 VOCABULARY = 1000
-HAS_TORCH = find_spec("torch") is not None
 
 
 class Made(NamedTuple):
-    """An artefact on disk: its manifest and the KV that was written, canonical `[2, L, T, H, D]`; none without torch."""
+    """An artefact on disk: its manifest and the KV that was written, canonical `[2, L, T, H, D]`."""
 
     manifest: Manifest
     kv: torch.Tensor
@@ -70,19 +66,8 @@ def make_fingerprint(
 
 def make_kv(fingerprint: Fingerprint, positions: int, seed: int) -> torch.Tensor:
     """Return random canonical KV, no two elements alike by intent."""
-    import torch
-
-    from lmcache_cartridge.memory.layout import DTYPES
-
     shape = (2, fingerprint.layers, positions, fingerprint.kv_heads, fingerprint.head_size)
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DTYPES[fingerprint.dtype])
-
-
-def drawn_heads(fingerprint: Fingerprint, positions: int, seed: int) -> bytes:
-    """Return random bfloat16 KV as the bytes that an artefact stores."""
-    shape = (fingerprint.kv_heads, 2, fingerprint.layers, positions, fingerprint.head_size)
-    drawn = np.random.default_rng(seed).standard_normal(shape, dtype="<f4")
-    return (drawn.view("<u4") >> 16).astype("<u2").tobytes()
 
 
 def make_ids(positions: int, seed: int) -> list[int]:
@@ -113,7 +98,7 @@ def make_artifact(
     """Write an artefact of random KV through `ArtifactWriter`; another `seed` gives other KV and token ids."""
     shape = fingerprint or make_fingerprint(layers=layers, kv_heads=kv_heads, head_size=head_size, dtype=dtype)
     ids = make_ids(positions, seed) if token_ids is None else token_ids
-    if kv is None and (HAS_TORCH or (shape.dtype, encoding) != ("bfloat16", "plain")):
+    if kv is None:
         kv = make_kv(shape, positions, seed)
     with ArtifactWriter(
         root,
@@ -126,33 +111,18 @@ def make_artifact(
         chunk_tokens=chunk_tokens,
         encoding=encoding,
     ) as writer:
-        chunks = (
-            _drawn(shape, positions, chunk_tokens, seed) if kv is None else _encoded(kv, shape, chunk_tokens, encoding)
-        )
-        for chunk in chunks if kind != "tokens" else ():
+        for chunk in _encoded(kv, shape, chunk_tokens, encoding) if kind != "tokens" else ():
             writer.write(chunk)
         return Made(writer.commit(Provenance(tool="tests", created="2026-01-01T00:00:00Z"), canary), kv)
 
 
-def _drawn(shape: Fingerprint, positions: int, chunk_tokens: int, seed: int) -> Iterator[bytes]:
-    for start in range(0, positions, chunk_tokens):
-        yield drawn_heads(shape, min(chunk_tokens, positions - start), seed + start)
-
-
 def _encoded(kv: torch.Tensor, shape: Fingerprint, chunk_tokens: int, encoding: str) -> Iterator[bytes | memoryview]:
-    from lmcache_cartridge.memory.codec import encode
-    from lmcache_cartridge.memory.layout import to_heads
-
     for chunk in kv.split(chunk_tokens, dim=2):
         yield heads_bytes(chunk) if encoding == "plain" else encode(to_heads(chunk), shape)
 
 
 def heads_bytes(canonical: torch.Tensor) -> bytes:
     """Return canonical KV as the bytes an artefact stores, `[H, 2, L, T, D]`."""
-    import torch
-
-    from lmcache_cartridge.memory.layout import to_heads
-
     return to_heads(canonical).view(torch.uint8).numpy().tobytes()
 
 
@@ -167,8 +137,6 @@ def make_engine(
     layers: range | None = None,
 ) -> Engine:
     """Return an engine that hashes with `sha256_hasher`."""
-    from lmcache_cartridge.memory.described import Engine
-
     return Engine(
         fingerprint, chunk_tokens, rank, world, layout, sha256_hasher(chunk_tokens), pin_memory=False,
         allow_trained=allow_trained, layers=layers,
