@@ -163,9 +163,9 @@ def _ids(path: Path, ids: list[int]) -> Path:
     return _kv(path)
 
 
-def _hazy(path: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+def _halved(path: Path) -> Path:
     content = foreign.quiet_load(foreign.hazy(foreign.random_kv(P), path / "a.pt"))
-    change(content)
+    content.pop("frozen_values")
     return _saved(path, content)
 
 
@@ -173,10 +173,10 @@ def _peft(path: Path, **fields: Any) -> Path:
     return foreign.edit_config(foreign.peft_adapter(foreign.random_kv(P), path / "a"), **fields)
 
 
-def _tensors(path: Path, **tensors: torch.Tensor) -> Path:
-    directory = _peft(path)
-    save_file(load_file(directory / "adapter_model.safetensors") | tensors, directory / "adapter_model.safetensors")
-    return directory
+def _two_tensors(path: Path) -> Path:
+    weights = _peft(path) / "adapter_model.safetensors"
+    save_file(load_file(weights) | {"lora_A": torch.ones(2)}, weights)
+    return weights.parent
 
 
 NO_PAIR = "KV is not a tensor of keys and one of values"
@@ -192,7 +192,7 @@ REFUSED: list[tuple[Callable[[Path], Path], str]] = [
     (_nan, "values of layer 2 at position 17, head 1, element 3: nan is not finite"),
     (lambda p: _ids(p, [5] * 63), "63 token ids for KV of 64 positions"),
     (lambda p: _ids(p, [5] * 63 + [640]), "token id 640 is outside the model's vocabulary of 640"),
-    (partial(_hazy, change=lambda c: c.pop("frozen_values")), f"frozen {NO_PAIR}"),
+    (_halved, f"frozen {NO_PAIR}"),
     (
         lambda p: _saved(p, {k: v for k, v in foreign.flat(foreign.random_kv(P)).items() if ".1." not in k}), NO_PAIR),
     (partial(_peft, peft_type="LORA"), "a PEFT adapter of type LORA is no KV"),
@@ -201,8 +201,7 @@ REFUSED: list[tuple[Callable[[Path], Path], str]] = [
                                        encoder_hidden_size=8), "prefix_projection is on.*set prefix_projection to false"),
     (partial(_peft, num_virtual_tokens=65), r"shape \(64, 768\).*says \(65, 768\)"),
     (partial(_peft, num_transformer_submodules=2), "an encoder too"),
-    (
-        lambda p: _tensors(p, lora_A=torch.ones(2)), "the one tensor prompt_embeddings was expected.*lora_A"),
+    (_two_tensors, "the one tensor prompt_embeddings was expected.*lora_A"),
     (lambda p: foreign.pairs(foreign.random_kv(P), _kv(p).with_name("b.pt")).parent, "several checkpoints, a.pt, b.pt; name one"),
     (lambda p: (p / "manifest.json").write_text("{}") and p, "is a cartridge already.*import"),
 ]  # fmt: skip
