@@ -261,8 +261,6 @@ def test_a_model_of_any_supported_rope_is_the_same_to_vllm_and_to_an_author_and_
     config = vllm_config(directory)
     author, engine = CausalModel(str(directory)).fingerprint, _fingerprint(settings, config)
     assert author.differences(engine) == []
-    differences = CausalModel(str(MODEL_DIR)).fingerprint.differences(engine)
-    assert [line for line in differences if line.startswith("rope frequencies")]
     with set_current_vllm_config(config), quietly():
         rotary = get_rope(64, 8192, True, config.model_config.hf_text_config.rope_parameters, torch.float32)
     (rope,) = engine.rope
