@@ -67,8 +67,6 @@ BLOCK = 32
 LAYOUT = tiles.layout("vec", BLOCK)
 MODEL = key_name("/models/small", "facts")
 KV_RANK = ObjectKey.ComputeKVRank(1, 0, 1, 0)
-ANYBODY = ""
-"""The salt of a request whose client has none."""
 NOBODY = key_salt({"lmcache.tag.x": "y"})
 CARTRIDGES = {
     "doc": {"positions": 4 * CHUNK + 9, "chunk_tokens": CHUNK},
@@ -92,7 +90,8 @@ class Home(homes.Home):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self.made = {name: self.make(name, fingerprint=FINGERPRINT, **given) for name, given in CARTRIDGES.items()}
+        for name, form in CARTRIDGES.items():
+            self.make(name, fingerprint=FINGERPRINT, **form)
 
     def ids(self, name: str) -> list[int]:
         return load_token_ids(self.made[name].manifest, self.root(name)).tolist()
@@ -138,35 +137,31 @@ class Server:
     def report(self, **changes: Any) -> Report:
         """Return what a fitting engine of one rank would report."""
         fitting = {
-            "model_name": MODEL, "fingerprint": FINGERPRINT, "chunk_tokens": CHUNK, "layout": LAYOUT, "rank": 0, "world": 1,
-            "heads": 2, "allow_trained": True,
+            "model_name": MODEL, "fingerprint": FINGERPRINT, "chunk_tokens": CHUNK, "layout": LAYOUT, "heads": 2,
+            "allow_trained": True,
         }  # fmt: skip
         return Report(**fitting | changes)
 
     def confirm(self, **changes: Any) -> str:
         report = self.report(**changes)
-        confirmed = confirm(str(self.socket), report, self.check(report.chunk_tokens, desc=_desc(report.layout)))
+        confirmed = confirm(str(self.socket), report, self.check(desc=_desc(report.layout)))
         self.engines.append(confirmed.connection)
         return confirmed.control
 
-    def check(self, chunk_tokens: int = CHUNK, algorithm: str = "blake3", desc: MemoryLayoutDesc = DESC) -> str:
+    def check(self, algorithm: str = "blake3", desc: MemoryLayoutDesc = DESC) -> str:
         """Look a check up as LMCache's server would that names chunks by an algorithm; return its salt."""
         salt = check_salt()
         with quietly():
-            (chunk_hash,) = TokenHasher(chunk_tokens, algorithm).compute_chunk_hashes(check_ids(chunk_tokens))
+            (chunk_hash,) = TokenHasher(CHUNK, algorithm).compute_chunk_hashes(check_ids(CHUNK))
         assert self.look_up([ObjectKey(chunk_hash, MODEL, KV_RANK, 0, salt)], desc) == 0
         return salt
 
-    def keys(self, prompt: list[int] | str, salt: str = ANYBODY, model: str = MODEL, group: int = 0) -> list[ObjectKey]:
+    def keys(self, prompt: list[int] | str, salt: str = "", model: str = MODEL, group: int = 0) -> list[ObjectKey]:
         """Return LMCache's keys of a prompt's chunks, or of the prompt of a cartridge's name."""
         ids = self.home.prompt(prompt) if isinstance(prompt, str) else prompt
         return [ObjectKey(h, model, KV_RANK, group, salt) for h in self.hasher.compute_chunk_hashes(ids)]
 
-    def hash(self, name: str, chunk: int) -> int:
-        """Return what the store knows a chunk of a cartridge by."""
-        return int.from_bytes(self.keys(name)[chunk].chunk_hash, "big")
-
-    def ask(self, prompt: list[int] | str, salt: str = ANYBODY, desc: MemoryLayoutDesc = DESC, **named: Any) -> int:
+    def ask(self, prompt: list[int] | str, salt: str = "", desc: MemoryLayoutDesc = DESC, **named: Any) -> int:
         """Return how many leading chunks of a prompt LMCache finds and brings into its memory."""
         keys = self.keys(prompt, salt, **named)
         if hits := self.look_up(keys, desc):
@@ -488,14 +483,8 @@ def test_nothing_is_written_into_a_buffer_after_its_load_was_answered(home, monk
     monkeypatch.setattr(l2, "_LOAD_DEADLINE_S", 1.0)
     with serving(home) as server:
         server.confirm()
-        go_on, lend, late = threading.Event(), CartridgeStore.lend, server.hash("doc", 1)
-
-        def slow(self: CartridgeStore, chunk_hash: int, tag: Any) -> Any:
-            if chunk_hash == late:
-                go_on.wait(60)
-            return lend(self, chunk_hash, tag)
-
-        monkeypatch.setattr(CartridgeStore, "lend", slow)
+        go_on, lend = threading.Event(), CartridgeStore.lend
+        monkeypatch.setattr(CartridgeStore, "lend", lambda *asked: (fills and go_on.wait(60), lend(*asked))[1])
         assert server.ask("doc") == 1, "what was written in time counts"
         assert len(fills) == 1
         go_on.set()
