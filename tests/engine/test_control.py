@@ -160,10 +160,11 @@ def test_every_rank_answers_in_order_and_an_error_of_one_is_its_callers(serve, c
         with pytest.raises(CartridgeError, match=reason):
             workers.call("evict", digest)
         assert [rank["rank"] for rank in workers.call("status")] == [0, 1], "no answer is left over"
-    _claimed(workers, made.manifest.digest)
+    claim = _claimed(workers, made.manifest.digest)
     assert [store.cpu.stats().held for store in ranks] == [4, 4]
     workers.close()
     until(lambda: [store.cpu.stats().held for store in ranks] == [0, 0])
+    claim.release()
 
 
 def test_a_rank_that_dies_in_a_call_is_an_error_and_one_that_takes_its_place_is_called(serve, connect, ranks, tmp_path):

@@ -201,7 +201,8 @@ def test_handlers_that_cannot_be_wrapped_are_refused():
 
 def _host_imports(source: str, module: str) -> list[tuple[str, str]]:
     """Return what a module imports of vLLM and LMCache, as (module, name), but for types."""
-    named = [i.name.rpartition(".") for i in imports(source, module) if not i.typing_only]
+    read = re.sub(r"(?m)^if TYPE_CHECKING:\n(?:(?: .*)?\n)+", "", source)
+    named = [name.rpartition(".") for name in sorted(imports(read, module))]
     return [
         (owner or name, name) for owner, _, name in named if (owner or name).partition(".")[0] in ("vllm", "lmcache")
     ]
