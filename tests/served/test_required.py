@@ -48,6 +48,7 @@ def test_a_route_that_takes_cartridges_answers_with_one_and_refuses_without(http
     ways: list[tuple[dict[str, Any], dict[str, str]]] = [
         ({"cartridges": ["a"]}, {}), ({}, {"X-Cartridges": "a"}), ({"model": f"{MODEL}:a"}, {}), ({"model": "ward"}, {}),
         ({"model": f"{MODEL}:a", "cartridges": ["a"]}, {"X-Cartridges": "a"}), ({"model": f"{MODEL}:current"}, {}),
+        ({"kv_transfer_params": {"cartridge_id": "a"}}, {}),
     ]  # fmt: skip
     for fields, headers in ways:
         reply = http.post(path, json=body | fields, headers=headers)
@@ -74,9 +75,8 @@ def test_other_routes_that_generate_refuse_and_those_that_do_not_answer(http, pa
 @pytest.mark.parametrize("path", TAKING)
 def test_a_model_that_names_no_cartridge_or_another_is_refused(http, path):
     for model, fields, headers, status in (
-        ("a", {}, {}, 404), (f"{MODEL}:nope", {}, {}, 404), (f"{MODEL}:a@7", {}, {}, 404), (f"{MODEL}:", {}, {}, 400),
-        (f"{MODEL}:a,,a", {}, {}, 400), (f"{MODEL}:a", {"cartridges": ["b"]}, {}, 400), ("no:a", {}, {}, 404),
-        (f"{MODEL}:a", {}, {"X-Cartridges": "a@1"}, 400), ("ward", {}, {"X-Cartridges": "b"}, 400),
+        ("a", {}, {}, 404), (f"{MODEL}:nope", {}, {}, 404), (f"{MODEL}:", {}, {}, 400), ("no:a", {}, {}, 404),
+        (f"{MODEL}:a", {"cartridges": ["b"]}, {}, 400), ("ward", {}, {"X-Cartridges": "b"}, 400),
     ):  # fmt: skip
         reply = http.post(path, json=TAKING[path] | {"model": model} | fields, headers=headers)
         assert reply.status_code == status, (model, reply.text)
@@ -102,7 +102,7 @@ def test_odd_headers_and_model_names_get_an_error_of_their_own_or_the_cartridges
     statuses: Counter[int] = Counter()
     newest = {"current": "a", "ward": "a"}
 
-    @examples(max_examples=800, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
+    @examples(max_examples=600, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
     @given(
         values=st.lists(_HEADER, max_size=2),
         model=st.sampled_from([MODEL, MODEL, "ward"]) | _NAMED.map(lambda name: f"{MODEL}:{name}"),
@@ -126,5 +126,5 @@ def test_odd_headers_and_model_names_get_an_error_of_their_own_or_the_cartridges
             assert "x-cartridges" not in reply.headers
 
     one()
-    assert sum(statuses.values()) >= 800
+    assert sum(statuses.values()) >= 600
     assert min(statuses[200], statuses[400], statuses[404]) > 20, f"only one kind proves little: {statuses}"
