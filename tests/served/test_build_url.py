@@ -1,4 +1,7 @@
-"""`build --url`: a running server makes a cartridge as a context, which is brought here and removed there. In both modes."""
+"""`build --url`: a running server makes a cartridge as a context, which is brought here and removed there.
+
+In the one mode: in the other `test_lora` and `test_quantised_weights_served` build by it too.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,7 @@ from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.settings import from_mapping
 
 wards, served = posting.wards, posting.served
+pytestmark = pytest.mark.parametrize("served", ["multiprocess"], indirect=True)
 
 
 @pytest.fixture(autouse=True)
@@ -46,10 +50,10 @@ def _built(served: Served, home: Path, name: str, *options: str) -> Path:
 def test_a_document_that_a_server_made_answers_and_nothing_of_it_is_left_there(served, tmp_path):
     ward, document = served.wards["first"], tmp_path / "sheet.txt"
     document.write_text(ward.document.text)
-    root = _built(served, tmp_path, f"sheet-{served.mode}", "--document", str(document))
+    root = _built(served, tmp_path, "sheet", "--document", str(document))
     manifest = load_manifest(root)
     assert load_token_ids(manifest, root).tolist() == ward.ids and len(manifest.canary.after) == 4
-    assert (manifest.name, manifest.provenance.document) == (f"sheet-{served.mode}@1", "sheet.txt")
+    assert (manifest.name, manifest.provenance.document) == ("sheet@1", "sheet.txt")
     served.right(manifest.id, ward, 12)
     again = [*_options(served, tmp_path, "--id", manifest.id), "--document", str(document)]
     assert main(again) == 0
@@ -123,9 +127,9 @@ def test_what_is_killed_half_way_leaves_nothing_on_the_server(served, tmp_path):
     document = tmp_path / "sheet.txt"
     document.write_text(served.wards["second"].document.text)
     program = "import sys; from lmcache_cartridge.make import remote; from lmcache_cartridge.cli.main import main; "
-    program += "remote.TTL_S = 3; main(sys.argv[1:])"
+    program += "remote.TTL_S = 1; main(sys.argv[1:])"
     words = _options(served, tmp_path, "--id", "killed", "--document", str(document))
-    served.fault.write_text(json.dumps({"capture_s": 1.0}))
+    served.fault.write_text(json.dumps({"capture_s": 0.5}))
     try:
         building = subprocess.Popen([sys.executable, "-c", program, *words])
         until(served.places)

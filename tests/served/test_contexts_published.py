@@ -41,15 +41,10 @@ class Bucket:
     def __init__(self, server: MotoServer) -> None:
         self._client = server.client
 
-    def files(self) -> dict[str, bytes]:
-        """Return all files of artefacts, also of half stored ones, by `ID/VERSION/DIGEST16/NAME`."""
-        there = self._client.list_objects_v2(Bucket=BUCKET, Prefix="library/cartridges/").get("Contents", ())
-        read = {each["Key"]: self._client.get_object(Bucket=BUCKET, Key=each["Key"])["Body"].read() for each in there}
-        return {key.removeprefix("library/cartridges/"): data for key, data in read.items()}
-
     def ids(self) -> set[str]:
-        """Return the ids of all artefacts."""
-        return {key.partition("/")[0] for key in self.files()}
+        """Return the ids of all artefacts, also of half stored ones."""
+        there = self._client.list_objects_v2(Bucket=BUCKET, Prefix="library/cartridges/").get("Contents", ())
+        return {each["Key"].split("/")[2] for each in there}
 
 
 def _serving(home: Path, library: object, wards: dict[str, Ward], mode: str = "in-process", **settings: Any) -> Any:
@@ -93,7 +88,7 @@ def test_what_one_server_made_every_server_answers_by(pair, bucket):
     made = one.made(document=ward.document.text, labels=["sheet"])
     assert bucket.ids() == {made["id"]} and not one.places(), "it is kept once"
     until(lambda: two.get(made["id"]).status_code == 200)
-    for served, count in ((one, 8), (two, 16)):
+    for served, count in ((one, 4), (two, 8)):
         served.right(made["id"], ward, count)
         served.right("sheet", ward, 2)
         assert made["id"] in served.named()
@@ -102,20 +97,10 @@ def test_what_one_server_made_every_server_answers_by(pair, bucket):
         name: made[name] for name in ("id", "digest", "tokens", "bytes")
     }
     assert there["expires_at"] == pytest.approx(made["expires_at"], abs=0.01)
-    until(lambda: two.get(made["id"]).json()["uses"] == 18)
+    until(lambda: two.get(made["id"]).json()["uses"] == 10)
     again = two.post(document=ward.document.text)
     assert again.status_code == 200 and again.json()["id"] == made["id"], "the same text is made once"
     until(lambda: one.get(made["id"]).json()["expires_at"] == pytest.approx(again.json()["expires_at"], abs=0.01))
-    files = bucket.files()
-    assert len(files) == 3
-    for served in pair:
-        for place, data in files.items():
-            path = f"{ROUTE}/{made['id']}/files/{Path(place).name}"
-            assert served.asker.http.get(path).content == data
-            part = served.asker.http.get(path, headers={"Range": "bytes=7-99"})
-            assert (part.status_code, part.content) == (206, data[7:100])
-            assert part.headers["content-range"] == f"bytes 7-99/{len(data)}"
-            assert served.asker.http.get(path, headers={"Range": f"bytes={len(data)}-{len(data)}"}).status_code == 416
 
 
 def test_a_server_makes_cartridges_for_others_though_it_publishes_what_it_makes(pair, bucket, tmp_path, monkeypatch):
@@ -146,19 +131,17 @@ def test_a_chat_that_one_server_keeps_goes_on_at_the_other(pair, bucket):
         first = message(one.asker, turns(ward.document.text, ward.facts[0]), **salt)
         assert (first.text.strip(), first.read, first.created) == (ward.facts[0].value, 0, whole)
         until(lambda two=two, salt=salt, others=others: two.named(**salt) - others)
-        for fact in ward.facts[1:7]:
+        for fact in ward.facts[1:4]:
             found = message(two.asker, turns(ward.document.text, fact), **salt)
             assert (found.text.strip(), found.created) == (fact.value, 0) and found.used and found.read >= whole, found
         for name in two.named(**salt) - others:
             assert two.asker.http.delete(f"{ROUTE}/{name}", params=salt).status_code == 200
 
 
-def test_whoever_names_a_context_while_it_is_made_waits_for_it_on_the_server_that_makes_it(
-    pair,
-):
+def test_whoever_names_a_context_while_it_is_made_waits_for_it_on_the_server_that_makes_it(pair):
     one, two = pair
     ward = one.wards["fourth"]
-    one.fault.write_text(json.dumps({"capture_s": 1.0}))
+    one.fault.write_text(json.dumps({"capture_s": 0.5}))
     try:
         with ThreadPoolExecutor(1) as pool:
             making = pool.submit(one.post, document=ward.document.text, id="ctx-named")

@@ -13,9 +13,7 @@ from typing import Any, NamedTuple
 
 import posting
 import pytest
-from cells import TP
 from posting import CHUNK, ROUTE, WARDS, Served, serving
-from processor import noise
 from recall.ward import Fact
 from waiting import until
 from wards import MODEL, Asker, content
@@ -91,38 +89,11 @@ def test_a_marked_text_is_kept_and_read_by_the_next_request(served, ask, stream)
     first = ask(served.asker, turns(ward.document.text, ward.facts[0]), stream=stream, **salt)
     assert (first.text.strip(), first.read, first.created) == (ward.facts[0].value, 0, whole)
     until(lambda: len(served.named(**salt)) > before)
-    for fact in ward.facts[1:9]:
+    for fact in ward.facts[1:5]:
         found = ask(served.asker, turns(ward.document.text, fact), stream=stream, **salt)
         assert (found.text.strip(), found.created) == (fact.value, 0)
         assert found.read >= whole and f"positions={whole};" in found.used, found
     assert len(served.named(**salt)) == before + 1
-
-
-@pytest.mark.parametrize("ask", ROUTES)
-def test_what_is_read_answers_as_what_is_computed(served, ask):
-    """The same words greedily, and by OpenAI's route the same logprobs within noise."""
-    ward, salt = served.wards["second"], {"cache_salt": f"{ask.__name__}-noise"}
-    questions, before = ward.facts[:6], len(served.named(**salt))
-    plain = [ask(served.asker, turns(ward.document.text, fact, None), tokens=24, **salt) for fact in questions]
-    assert all(each.created == 0 for each in plain)
-    ask(served.asker, turns(ward.document.text, questions[0]), **salt)
-    until(lambda: len(served.named(**salt)) > before)
-    read = [ask(served.asker, turns(ward.document.text, fact), tokens=24, **salt) for fact in questions]
-    assert [each.text for each in read] == [each.text for each in plain]
-    assert [each.prompt for each in read] == [each.prompt for each in plain]
-    assert all(each.used for each in read) and not any(each.used for each in plain)
-    far = []
-    for fact in questions[:3]:
-        tops = []
-        for mark in (MARK, None):
-            body = {"model": MODEL, "messages": turns(ward.document.text, fact, mark), "max_tokens": 1, "temperature": 0,
-                    "logprobs": True, "top_logprobs": 10} | salt  # fmt: skip
-            reply = served.asker.http.post("/v1/chat/completions", json=body).raise_for_status().json()
-            (place,) = reply["choices"][0]["logprobs"]["content"]
-            tops.append({each["token"]: each["logprob"] for each in place["top_logprobs"]})
-        far.append(max(abs(tops[0][token] - tops[1][token]) for token in tops[0].keys() & tops[1].keys()))
-    assert max(far) < noise(0.25)
-    print(served.mode, "largest difference of logprobs", max(far))
 
 
 def test_only_whoever_marked_a_text_reads_it(served):
@@ -220,21 +191,15 @@ def test_a_context_of_a_mark_lives_as_long_as_it_says_from_its_last_use_on(serve
         mark = {"cache_control": {"type": "ephemeral"} | ({"ttl": ttl} if ttl else {})}
         chat(served.asker, turns(ward.document.text, ward.facts[0], mark), **salt)
         until(lambda seconds=seconds: len(left()) == 1 and seconds - 240 < left()[0] <= seconds)
-    both, mine = turns(ward.document.text, ward.facts[0], MARK), served.named() | served.named(**salt)
-    both[0]["content"].insert(0, both[0]["content"][0] | {"cache_control": {"type": "ephemeral", "ttl": "1h"}})
-    both[0]["content"][1] = {"type": "text", "text": "."} | MARK
-    chat(served.asker, both, cache_salt="both")
-    salt = {"cache_salt": "both"}
-    until(lambda: len(left()) == 1 and left()[0] > 3000)
 
 
 def test_bills_sum_up_to_what_the_engine_counts(served):
-    """200 requests: with marks and without, by both routes, whole and as streams, of two keys, behind names, of texts that come again
+    """100 requests: with marks and without, by both routes, whole and as streams, of two keys, behind names, of texts that come again
     and of new ones."""
     named = served.made(document=served.wards["third"].document.text)
     dice, texts = random.Random(7), [served.wards[name].document.text for name in WARDS]
     asked = []
-    for number in range(200):
+    for number in range(100):
         ward = served.wards[dice.choice(WARDS)]
         text = (
             ward.document.text
@@ -259,7 +224,7 @@ def test_bills_sum_up_to_what_the_engine_counts(served):
         return {row["id"]: row for asker, salt in tenants for row in served.get(asker=asker, **salt).json()["data"]}
 
     before, there, bills = _counters(served), kept(), []
-    for wave in (asked[:60], asked[60:]):
+    for wave in (asked[:40], asked[40:]):
         with ThreadPoolExecutor(6) as pool:
             bills += pool.map(lambda each: one(*each), wave)
         # What vLLM's own cache had is read, not created, though a context is made of it too.
@@ -267,8 +232,7 @@ def test_bills_sum_up_to_what_the_engine_counts(served):
         until(lambda: created <= Counter(row["positions"] for name, row in kept().items() if name not in there))  # noqa: B023
     prompt, read = sum(bill.prompt for bill in bills), sum(bill.read for bill in bills)
     until(lambda: _counted(served, before) == (prompt, read))
-    assert created.total() >= 10 and sum(bill.read > 0 and bill.used is not None for bill in bills) >= 40
-    print(served.mode, "prompt", prompt, "read", read, "created", sum(bill.created for bill in bills))
+    assert created.total() >= 10 and sum(bill.read > 0 and bill.used is not None for bill in bills) >= 20
 
 
 def _counters(served: Served) -> Counter[str]:
@@ -291,9 +255,9 @@ def _counted(served: Served, before: Counter[str]) -> tuple[int, int]:
     return since["vllm:prompt_tokens"] - own, hits - cached
 
 
-@pytest.mark.parametrize("options", [TP, ("--api-server-count", "2")])
-def test_without_room_a_request_is_answered_and_nothing_is_made(tmp_path, wards, options):
-    with serving(tmp_path, wards, "in-process", options, contexts_count=1) as served:
+def test_without_room_a_request_is_answered_and_nothing_is_made(tmp_path, wards):
+    """By several API servers."""
+    with serving(tmp_path, wards, "in-process", ("--api-server-count", "2"), contexts_count=1) as served:
         ward, other = wards["first"], wards["second"]
         found = message(served.asker, turns(ward.document.text, ward.facts[0]))
         assert (found.text.strip(), found.created) == (ward.facts[0].value, len(ward.ids) // CHUNK * CHUNK)
