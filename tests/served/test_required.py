@@ -75,8 +75,11 @@ def test_other_routes_that_generate_refuse_and_those_that_do_not_answer(http, pa
 @pytest.mark.parametrize("path", TAKING)
 def test_a_model_that_names_no_cartridge_or_another_is_refused(http, path):
     for model, fields, headers, status in (
-        ("a", {}, {}, 404), (f"{MODEL}:nope", {}, {}, 404), (f"{MODEL}:", {}, {}, 400), ("no:a", {}, {}, 404),
-        (f"{MODEL}:a", {"cartridges": ["b"]}, {}, 400), ("ward", {}, {"X-Cartridges": "b"}, 400),
+        ("a", {}, {}, 404), (f"{MODEL}:nope", {}, {}, 404), (f"{MODEL}:a@7", {}, {}, 404), (f"{MODEL}:", {}, {}, 400),
+        (f"{MODEL}:a,,a", {}, {}, 400), (f"{MODEL}:a", {"cartridges": ["b"]}, {}, 400), ("no:a", {}, {}, 404),
+        (f"{MODEL}:a", {}, {"X-Cartridges": "a@1"}, 400), ("ward", {}, {"X-Cartridges": "b"}, 400),
+        (MODEL, {"cartridges": ["a"]}, {"X-Cartridges": "b"}, 400), (MODEL, {}, {"X-Cartridge": "a"}, 400),
+        (MODEL, {"kv_transfer_params": {"cartridge_id": "b"}}, {"X-Cartridges": "a"}, 400),
     ):  # fmt: skip
         reply = http.post(path, json=TAKING[path] | {"model": model} | fields, headers=headers)
         assert reply.status_code == status, (model, reply.text)

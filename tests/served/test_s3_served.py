@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import re
 import select
 import socket
 import threading
@@ -128,12 +127,6 @@ def gate(served):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_registered_cartridge_is_fetched_and_served(served, name):
-    assert served.right(name)
-    assert served.state(name)["state"] == "resident"
-
-
-@pytest.mark.parametrize("name", KINDS)
 def test_a_location_under_a_configured_bucket_is_the_same_cartridge(served, name):
     location = f"s3://{served.bucket}/allowed/{name}"
     for named in (location, {"id": location}, {"id": location, "source": "s3"}):
@@ -169,28 +162,6 @@ def test_a_cold_fetch_keeps_nobody_waiting_but_who_asked_for_it(served, gate):
         assert cold.result(60).text.strip() == served.wards["trained"].facts[0].value
 
 
-def test_a_document_at_the_head_of_a_plain_prompt_is_computed_while_it_is_fetched(served, gate):
-    served.evict("doc")
-    ward = served.wards["doc"]
-    prompt = [*ward.ids, *CausalModel(MODEL).encode(" " + ask(ward.facts[0], 0), special=False)]
-    reply = served.asker.complete(prompt, cache_salt="first")
-    assert (reply.text.strip(), reply.cached_tokens) == (ward.facts[0].value, 0)
-    until(lambda: gate.waiting)
-    gate.open.set()
-    until(lambda: served.state("doc")["state"] == "resident")
-    _injected(served, prompt, ward.facts[0].value)
-
-
-def test_preloading_answers_at_once_and_tells_how_far_it_is(served, gate):
-    served.evict("trained")
-    reply = served.asker.http.post("/v1/cartridges/trained/preload")
-    assert (reply.status_code, reply.json()["resident_chunks"]) == (202, 0)
-    assert served.state("trained")["state"] == "loading"
-    gate.open.set()
-    served.settle("trained")
-    assert served.state("trained")["state"] == "resident"
-
-
 def test_a_chunk_damaged_on_its_way_is_fetched_again(served):
     served.evict("trained")
     served.proxy.faults = [flipped]
@@ -212,19 +183,6 @@ def test_what_is_wrong_on_s3_is_refused_until_it_is_mended_there_and_evicted(ser
     assert served.right("trained")
 
 
-def test_force_redownload_fetches_every_chunk_again(served, s3_server):
-    assert served.right("trained")
-    served.proxy.requests.clear()
-    assert served.right("trained")
-    assert not [r for r in served.proxy.requests if r]
-    assert served.right("trained", [{"id": "trained", "force_redownload": True}])
-    ranges = [list(map(int, re.findall("[0-9]+", r))) for r in served.proxy.requests if r]
-    payload = s3_server.client.head_object(Bucket=served.bucket, Key="allowed/trained/payload.safetensors")
-    start, end = min(first for first, _ in ranges), payload["ContentLength"]
-    assert start == 4096, "behind the header"
-    assert sum(last + 1 - first for first, last in ranges) == end - start, "each byte once, in however many requests"
-
-
 def test_a_cartridge_replaced_at_its_location_is_served_as_what_it_is_now(served, s3_server, tmp_path):
     model, location = CausalModel(MODEL), f"s3://{served.bucket}/allowed/moving"
     for version, name in enumerate(("hot", "doc"), start=1):
@@ -233,17 +191,6 @@ def test_a_cartridge_replaced_at_its_location_is_served_as_what_it_is_now(served
         reply = served.ask(name, [{"id": location, "force_redownload": True}])
         assert reply.text.strip() == served.wards[name].facts[0].value
         assert reply.used == f"moving@{version};positions={POSITIONS}"
-
-
-def test_a_payload_that_is_wrong_for_good_quarantines_its_cartridge_only(served, s3_server, tmp_path):
-    save(CausalModel(MODEL), tmp_path / "bad", served.wards["doc"].ids, name="bad", kind="trained", chunk_tokens=CHUNK)
-    payload = tmp_path / "bad" / "payload.safetensors"
-    payload.write_bytes(payload.read_bytes()[:-1] + b"\x7f")
-    _push(s3_server, tmp_path / "bad", f"{served.bucket}/allowed/bad")
-    for _ in range(2):
-        with pytest.raises(openai.UnprocessableEntityError):
-            served.ask("doc", f"s3://{served.bucket}/allowed/bad")
-    assert served.right("hot")
 
 
 def test_a_manifest_that_does_not_come_holds_up_no_other_request(served):

@@ -33,7 +33,7 @@ from lmcache_cartridge.serve.launch import plan
 from lmcache_cartridge.serve.processes import SMALL, ServerProcess
 from lmcache_cartridge.settings import Settings, from_mapping
 
-CHUNK, POSITIONS, FACTS = 256, 512, 8
+CHUNK, POSITIONS, FACTS = 256, 512, 5
 MADE = Provenance(tool="tests", created="2026-01-01T00:00:00Z")
 
 
@@ -232,10 +232,8 @@ class TrustTests:
                 assert named.headers["x-cartridges"].startswith(used), named.text
             assert served.requests() == before + 2
             for more, headers in (
-                ({}, {"X-Cartridges": "p"}),
-                ({"cartridges_required": True}, {}),
-                ({"model": f"{MODEL}:p"}, {}),
-            ):
+                ({}, {"X-Cartridges": "p"}), ({"cartridges_required": True}, {}), ({"model": f"{MODEL}:p"}, {}),
+            ):  # fmt: skip
                 refused = http.post(path, json=body | {"cartridges": False} | more, headers=headers)
                 assert refused.status_code == 400, (path, more, refused.text)
         assert http.post("/tokenize", json={"prompt": "x", "cartridges": False}).status_code == 400
