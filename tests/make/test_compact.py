@@ -205,7 +205,7 @@ def home(sheet, tmp_path, cli):
 
 
 def test_what_was_built_is_compacted_later_and_only_that(sheet, home):
-    """What is compacted as it is built answers in served/test_compact_served."""
+    """What is compacted as it is built answers in served/test_matrix_shipped."""
     cli, of_whole = home.cli, ("build", "--from", "whole", "--model", MODEL)
     whole = cli.json("build", *home.document, 64, "--id", "whole", *SINGLE)
     shown = cli.json(

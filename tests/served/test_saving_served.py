@@ -140,15 +140,6 @@ def test_no_tenant_gets_anothers_hit_and_documents_answer_everybody(served):
         assert seen == [[0, 1024, 256, 1024], [1024, 2048, 1280, 2048]], salt
 
 
-def test_a_clients_tag_for_saving_is_read_and_its_tenancy_is_not(served):
-    rng = random.Random(6)
-    own = [served.wards["text"].ids[0], *rng.sample(served.wards["text"].ids[1:], 600)]
-    for skip, found in ((True, 0), (False, 0), (False, 512)):
-        served.forget()
-        extra = {"kv_transfer_params": {"lmcache.skip_save": skip}, "cache_salt": "z"}
-        assert served.asker.complete([*own, 9], **extra).cached_tokens == found
-
-
 def _break(served: Served, **fault: Any) -> None:
     served.fault.write_text(json.dumps(fault))
 
