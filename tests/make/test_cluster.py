@@ -22,7 +22,7 @@ from lmcache_cartridge.library.registry import RegistryEntry
 from lmcache_cartridge.settings import Settings
 from lmcache_cartridge.sources.published import Library
 
-NODES, SHEETS, TOKENS = 2, 11, 300
+NODES, SHEETS, TOKENS = 2, 8, 300
 OLD = 2
 """Sheets that were published before."""
 
@@ -111,7 +111,7 @@ def test_a_killed_node_loses_no_document_and_what_is_there_is_not_made_again(tmp
     assert main(_training(one, tmp_path / "by-one")) == 0
     assert _digests(tmp_path / "by-ray") == _digests(tmp_path / "by-one") != {}
     assert not (tmp_path / "home" / "cartridges").exists()
-    late = {name: after[name] for name in names if name not in before}
+    late = {name: after[name] for name in [name for name in names if name not in before][:2]}
     (tmp_path / "late.jsonl").write_text("\n".join(lines[names.index(name)] for name in late))
     alone, pulled = Cli(tmp_path / "alone"), Cli(tmp_path / "pulled")
     alone.json("build", tmp_path / "late.jsonl", "--model", MODEL)

@@ -97,6 +97,13 @@ def test_the_servers_end_when_the_pair_is_killed(files):
         until(lambda: all(map(_gone, pids)))
 
 
+def test_what_lmcache_is_told_of_other_places_is_in_no_argument(files, monkeypatch):
+    monkeypatch.setenv(processes.L2_ADAPTERS, json.dumps([secret := "no-one-may-see-this"]))
+    with _pair(*(_python(_SLEEP, file) for file in files), files) as (pair, pids):
+        for pid in (pair.pid, *pids):
+            assert secret not in Path(f"/proc/{pid}/cmdline").read_text()
+
+
 def test_shared_memory_left_by_a_killed_server_is_removed(files):
     name = f"cartridge-test-{os.getpid()}"
     left = Path("/dev/shm") / f"lmcache_l1_pool_{name}"
