@@ -14,9 +14,9 @@ from adapters import write_adapter
 from recall.ward import ask
 from serving import SERVER_ARGS, Reply, difference
 from templates import WARD
-from test_l2_saving import NOISE, Served, _build, _cut, _questions
+from test_l2_saving import NOISE, Served, _build, _questions, _sheet
 from waiting import until
-from wards import MODEL, Ward, content, patients, register, write_ward
+from wards import MODEL, Ward, content, register
 
 from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.library.registry import Registry
@@ -36,7 +36,7 @@ _tags = count()
 def served(request, tmp_path_factory):
     home = tmp_path_factory.mktemp("home")
     settings, model = from_mapping({"home": home, "contexts": True}), CausalModel(MODEL)
-    ward = _cut(model, write_ward(model, patients(0, 6), "doc"), TEXT)
+    ward = _sheet(model, 0, "doc", TEXT)
     _build(model, settings, "base", ward)  # first, since the newest of documents that begin alike leads
     for seed, name in enumerate(("one", "two")):
         adapted = CausalModel(MODEL, lora=write_adapter(home / name, seed))
@@ -55,7 +55,7 @@ def served(request, tmp_path_factory):
         ServerProcess(launch, home / "server.log", environment=environment) as server,
         httpx.Client(base_url=server.url, timeout=120) as http,
     ):
-        served = Served(http, launch, model, settings, {"doc": ward})
+        served = Served(http, server, launch, model, settings, {"doc": ward})
         # The engine is tried with each, and from then on plain prompts are answered from the base model's.
         for asked, name in MODELS.items():
             served.ask([5], name, model=asked)
@@ -88,16 +88,6 @@ def test_a_model_is_answered_from_its_own_cartridge_and_refused_any_other(served
                 assert max(map(difference, replies, computed[model])) < NOISE
             else:
                 assert "made with" in _refused(served, model, [name])
-
-
-def test_a_trained_cartridge_is_its_adapters_too(served):
-    (question, _), *_ = _questions(_ward(served), 1)
-    computed = _computed(served, _ward(served).ids[:256] + question, "one")
-    reply = served.ask(question, "short-one", model="one")
-    assert reply.cached_tokens == 256
-    assert difference(reply, computed) < NOISE
-    for model in ("two", MODEL):
-        assert "made with" in _refused(served, model, ["short-one"])
 
 
 def test_a_context_is_of_the_model_that_it_is_made_by_and_refused_to_others(served):
