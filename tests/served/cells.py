@@ -14,8 +14,8 @@ from processor import noise
 from lmcache_cartridge.cli.recall import MODEL_DIR
 
 TP = ("--tensor-parallel-size", "2")
-PP = ("--no-enforce-eager", "--pipeline-parallel-size", "2")
-"""vLLM 0.32 on CPU runs no eager pipeline."""
+PP = ("--no-enforce-eager", "--compilation-config", '{"backend": "eager"}', "--pipeline-parallel-size", "2")
+"""vLLM 0.32 on CPU runs no eager pipeline; for one that is traced and not compiled the C++ compiler has not to run."""
 SMALL_STEPS = ("--max-num-batched-tokens", "256", "--max-num-seqs", "4")
 NO_PREFIXES = ("--no-enable-prefix-caching",)
 MLA = ("--attention-backend", "CPU_MLA")
