@@ -9,9 +9,6 @@ from typing import Any
 from ..machine import gpus
 from .target import Target
 
-_PAIR = "lmcache_cartridge.serve.processes"
-"""What runs vLLM's server and LMCache's as one."""
-
 
 def memory_of(target: Target) -> tuple[str, Callable[[], float] | None]:
     """Return what memory can be read of a server, in words, and what reads it in bytes."""
@@ -33,7 +30,7 @@ def on_gpus() -> list[tuple[int, float]]:
     """Return the processes on this machine's GPUs, and the bytes that each takes there."""
     with suppress(ValueError):
         rows = gpus("pid", "used_memory", of="compute-apps")
-        return [(int(pid), float(size) * (1 << 20)) for pid, size in rows]
+        return [(int(pid), float(size) * 2**20) for pid, size in rows]
     return []
 
 
@@ -41,12 +38,13 @@ def family(port: int) -> list[Any]:
     """Return the processes that listen at a TCP port, as far as this user may see, and all their descendants, with `info["name"]`."""
     import psutil  # which vLLM needs
 
-    found: set[int] = set()
+    found = set[int]()
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             if any(c.laddr.port == port and c.status == psutil.CONN_LISTEN for c in process.net_connections("tcp")):
                 parent = process.parent()
-                head = parent if parent and _PAIR in parent.cmdline() else process
+                # What runs vLLM's server and LMCache's as one.
+                head = parent if parent and "lmcache_cartridge.serve.processes" in parent.cmdline() else process
                 found |= {each.pid for each in (head, *head.children(recursive=True))}
     return [each for each in psutil.process_iter(["name"]) if each.pid in found]
 
@@ -54,5 +52,5 @@ def family(port: int) -> list[Any]:
 def pss(process: Any) -> float:
     """Return the proportional set size of a process in bytes; 0 of one that has ended."""
     with suppress(Exception):
-        return float(process.memory_full_info().pss)
+        return process.memory_full_info().pss
     return 0.0
