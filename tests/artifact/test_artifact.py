@@ -151,6 +151,15 @@ def test_a_file_whose_write_fails_stays_what_it_was_and_nothing_is_left(tmp_path
     assert [*tmp_path.iterdir()] == [path]
 
 
+def test_a_directory_that_holds_something_does_not_give_way_and_nothing_is_left(tmp_path):
+    below = tmp_path / "directory" / "below"
+    below.mkdir(parents=True)
+    with pytest.raises(OSError, match="not empty"), files.replacing(below.parent) as partial:
+        partial.mkdir()
+        files.write(partial / "file", [b"new"])
+    assert [*tmp_path.rglob("*")] == [below.parent, below]
+
+
 # What is damaged.
 
 

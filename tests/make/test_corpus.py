@@ -98,9 +98,9 @@ def test_two_documents_of_one_id_are_an_error_and_one_that_is_named_twice_is_non
 )
 def test_each_sheet_of_a_corpus_is_what_is_built_of_it_alone(corpus, wards, options):
     """What such a one answers is counted in served/test_matrix_shipped."""
-    corpus.write(*wards)
-    assert corpus.outcome(*options) == {f"{name}@1": True for name in wards}
-    for name in list(wards)[:2]:
+    corpus.write(*(names := list(wards)[:3]))
+    assert corpus.outcome(*options) == {f"{name}@1": True for name in names}
+    for name in names[:2]:
         document = ["--document", corpus.directory / f"{name}.txt", "--id", f"{name}-alone"]
         corpus.json("build", "--model", MODEL, *document, *options)
         whole, alone = (load_manifest(corpus.root(each)) for each in (name, f"{name}-alone"))
