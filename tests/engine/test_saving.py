@@ -30,12 +30,13 @@ from making import heads_bytes, make_ids
 from torch import distributed
 from vllm import SamplingParams
 from vllm.distributed import parallel_state
+from vllm.lora.request import LoRARequest
 from vllm.v1.request import Request
 from waiting import until
 
 from lmcache_cartridge.engine.backend import CartridgeBackend
 from lmcache_cartridge.engine.capture import captured
-from lmcache_cartridge.engine.contract import CAPTURE, GRANT, TAG, TENANT
+from lmcache_cartridge.engine.contract import ADAPTER, CAPTURE, GRANT, TAG, TENANT
 from lmcache_cartridge.engine.host_inprocess import InProcess, over_ranks
 from lmcache_cartridge.engine.saving import Lost, keep_apart, tenant
 from lmcache_cartridge.settings import from_mapping
@@ -164,13 +165,28 @@ def test_what_was_computed_for_a_name_is_handed_out_under_it_once(saving):
 # Who is kept apart, and what is not saved.
 
 
-def _tenant(salt: str | None, params: dict[str, Any]) -> str | None:
+def _request(params: dict[str, Any], salt: str | None = None, adapter: LoRARequest | None = None) -> Request:
     sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params})
-    request = Request("id", [1, 2, 3], sampling, None, cache_salt=salt)
+    request = Request("id", [1, 2, 3], sampling, None, cache_salt=salt, lora_request=adapter)
     keep_apart(request)
+    return request
+
+
+def _tenant(salt: str | None, params: dict[str, Any]) -> str | None:
+    request = _request(params, salt)
     keep_apart(request)
     assert request.kv_transfer_params == request.sampling_params.extra_args["kv_transfer_params"]
     return request.kv_transfer_params.get(TENANT)
+
+
+def test_an_adapter_that_was_loaded_in_place_finds_nothing_but_within_one_request():
+    replaced = LoRARequest("one", 1, "/one", load_inplace=True)
+    request = _request({}, adapter=replaced)
+    first = request.kv_transfer_params[ADAPTER]
+    keep_apart(request)
+    assert request.kv_transfer_params[ADAPTER] == first != _request({}, adapter=replaced).kv_transfer_params[ADAPTER]
+    assert _request({ADAPTER: first}, adapter=LoRARequest("one", 1, "/one")).kv_transfer_params[ADAPTER] != first
+    assert ADAPTER not in _request({ADAPTER: first}).kv_transfer_params
 
 
 def test_a_tenant_is_the_clients_own_salt():
