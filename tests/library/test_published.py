@@ -11,6 +11,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from io import BytesIO
 from pathlib import Path
@@ -22,6 +23,7 @@ from faulty_proxy import status
 from homes import CHUNK, STILL, Prompt, assert_served
 from making import flip_bit, make_artifact, make_ids, sha256_hasher
 from s3 import both
+from waiting import run_threads
 
 from lmcache_cartridge.artifact import reading
 from lmcache_cartridge.errors import (
@@ -429,3 +431,28 @@ def test_random_changes_by_three_machines_are_what_one_registry_would_have_done(
         machine.follow()
         rows = [row._replace(registered="") for row in machine.all()]
         assert (rows, machine.labels(), machine.current("abc"), len(machine.warm())) == wanted
+
+
+@pytest.mark.parametrize("blind", [False, True])
+@EVERYWHERE
+def test_of_two_changes_at_once_one_is_lost_only_without_the_condition(where, blind):
+    """Both publishers have read the index before either writes it."""
+    machines, gate, lock = [where.machine(str(n)) for n in range(2)], threading.Barrier(2), threading.Lock()
+    roots = [made(where.tmp_path / f"r{n}", f"name-{n}", seed=n) for n in range(2)]
+
+    def swap_in_a_race(writer: Any, file: str, data: bytes, known: str | None) -> str | None:
+        with suppress(threading.BrokenBarrierError):  # whoever was too late comes again, alone
+            gate.wait(30)
+        gate.abort()
+        if not blind:
+            return type(writer).swap(writer, file, data, known)
+        with lock:
+            return type(writer).swap(writer, file, data, writer._source.revision(where.location, file))
+
+    for machine in machines:
+        machine.begin()
+        machine._writer.swap = partial(swap_in_a_race, machine._writer)
+    run_threads(2, lambda n: add(machines[n], roots[n]))
+    reader = where.machine("fresh", writes=False)
+    reader.follow()
+    assert len(names(reader)) == (1 if blind else 2)

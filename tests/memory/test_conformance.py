@@ -1,5 +1,4 @@
-"""What every tier must do: classes of tests, run by a subclass for each implementation. `sources/test_sources.py` has what every
-byte source must do.
+"""What every byte source and every tier must do: classes of tests, run by a subclass for each implementation.
 
 A subclass says how to put bytes in and how to ask for them; `has` looks without using what it finds.
 """
@@ -8,6 +7,7 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,10 +16,13 @@ from chunks import one_by_one
 from invariants import check
 from waiting import Clock
 
+from lmcache_cartridge.artifact.bytesource import ByteRange
+from lmcache_cartridge.artifact.local import LocalSource
 from lmcache_cartridge.errors import SourceNotFound
 from lmcache_cartridge.library.index import ChunkKey
 from lmcache_cartridge.memory.tier import MemoryTier
 from lmcache_cartridge.sources.disk_cache import CopyKey, DiskCache
+from lmcache_cartridge.sources.s3 import S3Source
 
 SIZE = 4096
 ROOM = 4
@@ -32,12 +35,8 @@ def data(digest: str, chunk: int) -> bytes:
     return random.Random(f"{digest}{chunk}").randbytes(SIZE)
 
 
-class TierTests(ABC):
-    """Of a tier, verified chunks within a byte budget, here with room for `ROOM` of `SIZE`.
-
-    A chunk that is not resident is a miss, never an error; a resident one is exactly the bytes that were put in. It may
-    go at any moment unless somebody holds it, in the tier's own order; while all are held a newcomer stays out.
-    """
+class ReadTests(ABC):
+    """Of what is read by digest and chunk: a byte source or a tier."""
 
     @pytest.fixture
     @abstractmethod
@@ -63,6 +62,14 @@ class TierTests(ABC):
         assert self.get(tier, ONE, 1) is None
         assert self.get(tier, TWO, 0) is None
         assert self.get(tier, ONE, 0) == data(ONE, 0), "the control"
+
+
+class TierTests(ReadTests):
+    """Of a tier, verified chunks within a byte budget, here with room for `ROOM` of `SIZE`.
+
+    A chunk that is not resident is a miss, never an error; a resident one is exactly the bytes that were put in. It may
+    go at any moment unless somebody holds it, in the tier's own order; while all are held a newcomer stays out.
+    """
 
     @abstractmethod
     def has(self, tier: Any, digest: str, chunk: int) -> bool:
@@ -150,3 +157,47 @@ class TestMemoryTier(TierTests):
 
     def has(self, tier: MemoryTier, digest: str, chunk: int) -> bool:
         return tier.resident([ChunkKey(digest, chunk)]) == 1
+
+
+class SourceTests(ReadTests):
+    """Of a byte source, whose directory of each cartridge is at a location."""
+
+    @abstractmethod
+    def location(self, digest: str) -> str: ...
+
+    def get(self, tier: Any, digest: str, chunk: int) -> bytes | None:
+        out = bytearray(SIZE)
+        try:
+            tier.read_into(self.location(digest), f"{chunk}.bin", ByteRange(0, SIZE), memoryview(out))
+        except SourceNotFound:
+            return None
+        return bytes(out)
+
+
+class TestLocalSource(SourceTests):
+    @pytest.fixture
+    def tier(self, tmp_path):
+        self.root = tmp_path
+        return LocalSource()
+
+    def location(self, digest: str) -> str:
+        return str(self.root / digest)
+
+    def put(self, tier: LocalSource, digest: str, chunk: int) -> None:
+        Path(self.location(digest)).mkdir(exist_ok=True)
+        (Path(self.location(digest)) / f"{chunk}.bin").write_bytes(data(digest, chunk))
+
+
+class TestS3Source(SourceTests):
+    @pytest.fixture
+    def tier(self, s3_credentials, bucket):
+        self.client, self.bucket = s3_credentials.client, bucket
+        source = S3Source(endpoint_url=s3_credentials.endpoint)
+        yield source
+        source.close()
+
+    def location(self, digest: str) -> str:
+        return f"s3://{self.bucket}/{digest}"
+
+    def put(self, tier: S3Source, digest: str, chunk: int) -> None:
+        self.client.put_object(Bucket=self.bucket, Key=f"{digest}/{chunk}.bin", Body=data(digest, chunk))

@@ -42,13 +42,15 @@ POSITIONS = 80
 
 
 class _Counting:
-    """`Sources` that note what was read."""
+    """`Sources` that note what was read and into which memory."""
 
     def __init__(self) -> None:
         self.reads: list[ByteRange] = []
+        self.addresses: list[int] = []
 
     def read_into(self, location: str, file: str, where: ByteRange, out: memoryview, seen: Seen) -> None:
         self.reads.append(where)
+        self.addresses.append(torch.frombuffer(out, dtype=torch.uint8).data_ptr())
         LocalSource().read_into(location, file, where, out, seen)
 
 
@@ -112,6 +114,13 @@ def segments(made, root):
 @pytest.fixture
 def disk(tmp_path):
     return DiskCache(tmp_path / "cache", 1 << 20)
+
+
+def test_a_chunk_as_it_is_stored_is_read_once_straight_into_the_callers_memory(made, segments):
+    source, out = _Counting(), torch.empty(made.manifest.head_bytes(3) * 4, dtype=torch.uint8)
+    load(_loader(made, source=source), segments, 3, out)
+    assert source.addresses == [out.data_ptr()]
+    assert source.reads == [chunk_range(made.manifest, 3, range(4))]
 
 
 def _disk_file(disk: DiskCache, made: Made, chunk: int) -> Path:

@@ -338,3 +338,25 @@ def test_lmcache_saves_unless_told_otherwise_and_only_then_its_memory_is_kept_fr
 @pytest.mark.parametrize(("largest", "full"), [(10, 0.8), (25, 0.5), (60, 0.3)])
 def test_there_stays_room_for_two_of_the_largest_cartridges(largest, full):
     assert l1_watermark(100, largest) == full
+
+
+def test_lmcache_keeps_what_it_loads_and_forgets_no_idle_engine(planned):
+    command = planned(mode="multiprocess", chunk_tokens=128).lmcache
+    names = ("--l2-prefetch-policy", "--worker-reap-timeout-seconds", "--chunk-size", "--supported-transfer-mode")
+    assert [_option(command, name) for name in names] == ["retain", "0", "128", "engine_driven"]
+    assert len({_option(command, name) for name in ("--port", "--http-port", "--prometheus-port")}) == 3
+    assert "--hash-algorithm" not in command, "the default has no seed"
+
+
+def test_a_start_says_which_mode_leads_and_why_and_what_it_will_take(tmp_path, serve, monkeypatch):
+    monkeypatch.setattr(Launch, "become", lambda launch: None)
+    for given, line in (
+        ("", "in-process mode: vLLM has no GPU here"),
+        ("", "compiles it, which takes minutes"),
+        ("-dp 2", "multiprocess mode; in-process would be refused: data parallelism"),
+        ("--mode multiprocess", "m, multiprocess, home="),
+        (f"--set contexts=true --l1-bytes 1GiB --library {tmp_path}", "contexts=True"),
+    ):
+        status, said = serve(f"--port {free_port()} {given}")
+        assert (status, line in said) == (0, True)
+    assert "compiles" not in serve(f"--port {free_port()} --enforce-eager")[1]

@@ -27,6 +27,7 @@ with quietly():
 
     from lmcache_cartridge.engine.host_api import Cached, share, split_cached
     from lmcache_cartridge.serve.adapters import Adapters
+    from lmcache_cartridge.serve.claim import Computed
     from lmcache_cartridge.serve.wrap import CartridgeRenderer, GuardedEngine
 
 
@@ -150,6 +151,36 @@ def test_an_adapter_that_came_in_the_place_of_the_claims_is_not_asked(home):
     with pytest.raises(GracefulHTTPError, match="ask again"):
         asyncio.run(anext(answer))
     assert (claim.was_released, engine.prompts) == (True, [])
+
+
+@pytest.mark.parametrize("transfer", [None, Computed({})])
+def test_nothing_is_found_of_what_an_adapter_computed_before_its_name_was_loaded_again(tmp_path, transfer):
+    """vLLM and LMCache know an adapter by its name and path (vLLM 0.33)."""
+    salts: list[str | None] = []
+
+    class Engine(_Engine):
+        async def add_lora(self, lora_request: Any) -> None:
+            """Load what is there now."""
+
+        async def generate(self, prompt: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+            salts.append(prompt.get("cache_salt"))
+            async for output in super().generate(prompt, *args, **kwargs):
+                yield output
+
+    async def asked() -> None:
+        guard, prompt = _guard(Engine(), home=tmp_path), {"prompt_token_ids": [1, 2], "cache_salt": "mine"}
+        params = _Params(extra_args={"kv_transfer_params": transfer} if transfer else None)
+        for is_loaded in (False, False, True, False, True):
+            if is_loaded:
+                await guard.add_lora(LORA)
+            for adapter in (LORA, None):
+                async for _ in guard.generate(prompt, params, "r", lora_request=adapter):
+                    pass
+
+    asyncio.run(asked())
+    first, again, second, same, third = salts[::2]
+    assert (first, second) == (again, same) and len({first, second, third}) == 3
+    assert {*salts[1::2]} == {"mine"}, "the base model is what it was"
 
 
 @pytest.mark.parametrize(
