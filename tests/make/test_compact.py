@@ -18,9 +18,9 @@ from lmcache_cartridge.artifact.manifest import Manifest
 from lmcache_cartridge.artifact.reading import PAYLOAD
 from lmcache_cartridge.errors import ArtifactError, CanaryFailed, ModelMismatch, UnsupportedModel
 from lmcache_cartridge.make.compact import closed, job, references
-from lmcache_cartridge.make.compact.closed import compacted, rerotated
+from lmcache_cartridge.make.compact.closed import attended, compacted, rerotated
 from lmcache_cartridge.make.compact.job import compact, make
-from lmcache_cartridge.make.compact.references import References, collect
+from lmcache_cartridge.make.compact.references import Layer, References, collect
 from lmcache_cartridge.make.compact.wanted import Wanted, references_of
 from lmcache_cartridge.make.gate import ACCEPT
 from lmcache_cartridge.make.model import CausalModel
@@ -231,3 +231,21 @@ def test_kv_of_another_model_or_of_a_corrupt_cartridge_is_not_read(sheet, tmp_pa
     flip_bit(tmp_path / "a" / PAYLOAD, made.manifest.payload.data_offset_bytes + 9)
     with pytest.raises(ArtifactError):
         read_checked(made.manifest, tmp_path / "a", sheet.model)
+
+
+def _error(sheet: Sheet, kv: torch.Tensor) -> float:
+    """Return how far the attention output of answer tokens is from the document's, relative, over all layers."""
+    found = 0.0
+    for number, asked in enumerate(sheet.asked.layers):
+        part = Layer(*(plane[:, :, sheet.asked.answers] for plane in asked))
+        keys, values = kv[:, number].transpose(1, 2)
+        found += float((attended(part, keys, values) - part.wanted).norm() / part.wanted.norm())
+    return found
+
+
+@pytest.mark.parametrize("name, instead, times", [
+    ("_fit", lambda head, keys, values, weights: values, 1.03), ("fitted_keys", lambda start, *rest: start, 2),
+], ids=["values", "keys"])  # fmt: skip
+def test_what_is_fitted_beats_the_mean_of_those_it_stands_for(sheet, four, monkeypatch, name, instead, times):
+    monkeypatch.setattr(closed, name, instead)
+    assert times * _error(sheet, four) < _error(sheet, compacted(sheet.kv, sheet.asked, P4))

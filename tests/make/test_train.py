@@ -463,3 +463,35 @@ def test_what_cannot_be_trained_is_one_line_and_leaves_nothing(train, option, va
 def test_a_document_too_long_for_the_model_is_refused(train, made, tmp_path):
     (tmp_path / "sheet.txt").write_text("\n".join([made.document.text] * 80))
     assert "the model's context is 8192" in train.refused()
+
+
+def test_the_rate_warms_up_and_then_falls_or_stays(made, run):
+    """On a plateau over as many steps as there were before it, at the latest over the second half."""
+    rates = [row["rate"] for row in run[0].rows if "rate" in row]
+    half = RECIPE.steps // 2
+    assert rates[: RECIPE.warmup] == pytest.approx([RECIPE.rate * i / 6 for i in range(1, 6)])
+    assert rates[RECIPE.warmup : half] == [RECIPE.rate] * (half - RECIPE.warmup)
+    assert rates[half:] == pytest.approx([RECIPE.rate * i / half for i in range(half, 0, -1)])
+    assert (run[1].steps, run[1].why) == (RECIPE.steps, "steps")
+    recipe = Recipe(steps=100, warmup=9, rate=1.0, schedule="cosine")
+    rates = [recipe.rate_at(step) for step in range(9, 100)]
+    assert rates == sorted(rates, reverse=True) and (rates[0], rates[45]) == (1.0, pytest.approx(0.5, abs=0.02))
+    assert rates[-1] < 0.01
+    assert {replace(recipe, schedule="constant").rate_at(step) for step in range(9, 100)} == {1.0}
+
+
+def test_random_is_noise_vocab_ordinary_words_and_first_k_the_head_of_the_document(made):
+    noise, words, head = (initial_kv(init, made.model, made.ids, P, 0) for init in ("random", "vocab", "first-k"))
+    assert float(noise[:, :, FROZEN:].std()) == pytest.approx(0.02, rel=0.05), "the paper's"
+    drawn = tokens_of(made.model, words, range(640))
+    assert set(drawn[1:]) <= set(made.model.ordinary_ids().tolist()) and len(set(drawn)) > 0.8 * P
+    assert torch.allclose(words, prefilled(made.model, drawn), atol=1e-4), "at positions 0 to p - 1"
+    assert torch.allclose(head, prefilled(made.model, made.ids)[:, :, :P], atol=1e-4)
+
+
+def test_passes_that_are_accumulated_count_as_one_batch(made):
+    recipe = replace(RECIPE, steps=5, jitter=0)
+    whole, halves = (_trainer(made, recipe=r) for r in (recipe, replace(recipe, batch=16, accumulate=2)))
+    whole.run(), halves.run()
+    losses = [[row["loss"] for row in trainer.rows if "loss" in row] for trainer in (whole, halves)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
