@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from contextvars import copy_context
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from vllm.engine.protocol import EngineClient
 from vllm.logger import init_logger
@@ -53,13 +53,13 @@ def served_by(engine: Any, chunk_tokens: int) -> Served | None:
 class Counted(host_api.Around):
     """vLLM's engine client, for what the server asks itself."""
 
-    adapters: Adapters
+    admission: Admission
 
     async def generate(self, prompt: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         """Generate. Each request has one output. Raises `Refusal` where another adapter may have computed a part of it."""
         async for output in self.inner.generate(prompt, *args, **kwargs):
             if adapter := kwargs["lora_request"]:
-                await self.adapters.check(adapter)
+                await self.admission.adapters.check(adapter)
             cached = output.num_cached_tokens or 0
             requests().count("own_tokens", "cached", cached)
             requests().count("own_tokens", "computed", len(prompt["prompt_token_ids"]) - cached)
@@ -102,13 +102,14 @@ class Admission:
             ) from error
         self.client = ControlClient(paths)
         ranks = await self.client.ask("numbers")
-        self.resolver.imports.served = served_by(engine, ranks[0]["chunk_tokens"])
+        chunk_tokens = ranks[0]["chunk_tokens"]
+        self.resolver.imports.served = served_by(engine, chunk_tokens)
         for rank in ranks:
             logger.info("rank %d serves %d cartridges", rank["rank"], rank["served"])
         served = from_plain((await self.client.ask("fingerprint"))[0])
         self.resolver.model, self.resolver.context = served, engine.model_config.max_model_len
-        chunk_tokens, asked = ranks[0]["chunk_tokens"], cast(Any, Counted(engine))
-        asked.adapters = self.adapters
+        asked: Any = Counted(engine)
+        asked.admission = self
         self.canaries = Canaries(self.settings, asked, self.client, self.resolve, chunk_tokens, served)
         if self.settings.contexts:
             self.maker = Maker(self, asked, chunk_tokens, served)
