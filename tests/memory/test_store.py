@@ -5,17 +5,19 @@ from __future__ import annotations
 import msgspec
 import pytest
 import torch
-from homes import CHUNK, CHUNK_BYTES, Home, Prompt, assert_served, chunk_bytes, claimed, lent
+from homes import CHUNK, CHUNK_BYTES, Home, Prompt, assert_served, chunk_bytes, claimed, lent, prompt_for
 from making import (
     Made,
     files_under,
     flip_bit,
+    make_artifact,
     make_engine,
     make_fingerprint,
     make_ids,
     make_rope,
 )  # fmt: skip
 
+from lmcache_cartridge.artifact.cartridge import Place
 from lmcache_cartridge.artifact.reading import chunk_range, load_token_ids
 from lmcache_cartridge.engine.trust import Trust
 from lmcache_cartridge.errors import OverBudget, RegistryError
@@ -88,6 +90,15 @@ def test_a_quarantine_that_cannot_be_noted_holds_in_this_process(home):
     assert list(store.refused()) == ["doc@1"]
     store.close()
     assert store.cpu.stats().loading == 0, "a load hangs"
+
+
+def test_a_chunk_that_was_named_and_left_memory_is_loaded_again(home):
+    """Of a cartridge that is not registered too."""
+    made, store = make_artifact(home.root(), positions=2 * CHUNK), home.open()
+    tag = made.digest
+    claimed(store, tag, {tag: Place(home.root(), str(home.root()))}).close()
+    assert store.evict(tag) == 2
+    assert lent(store, prompt_for(home, made).hashes[0], tag) == chunk_bytes(made, 0)
 
 
 def test_part_of_a_trained_cartridge_is_not_answered(home):
