@@ -74,7 +74,7 @@ def build(
     ] = "",
     token_ids: Annotated[
         Path | None,
-        file("token ids made elsewhere, as JSON, .npy or numbers with spaces; --document is what they were made of"),
+        file("token ids made elsewhere, as a JSON list; --document is what they were made of"),
     ] = None,
     from_: Annotated[
         str | None,
@@ -268,9 +268,6 @@ def import_(
         Path | None, file("text that a trained cartridge stands for, for the setting on_miss=document")
     ] = None,
     round: Annotated[bool, option("allow a KV dtype that does not hold every value", "--round")] = False,
-    axes: Annotated[
-        Literal["HTD", "THD"] | None, option("heads before positions or after, where shapes leave that open")
-    ] = None,
     no_compare: Annotated[
         bool,
         option("do not load the model's weights: KV counts as trained, its token ids as its document, and it gets no canary",
@@ -310,12 +307,12 @@ def import_(
     with bars() as progress:
         imported = import_(
             loaded, foreign, root, cartridge_id=id, version=version, chunk_tokens=chunk_size, document=document,
-            axes=axes, rounding=round, encoding=payload, compare=not no_compare, progress=progress,
+            rounding=round, encoding=payload, compare=not no_compare, progress=progress,
         )  # fmt: skip
     warn(imported.warnings)
     finish(
         registry, imported.manifest, root, promote=not no_promote, source_format=imported.form,
-        kind=imported.manifest.kind, evidence=imported.evidence, axes=imported.axes, dtype=imported.dtype,
+        kind=imported.manifest.kind, evidence=imported.evidence, dtype=imported.dtype,
         warnings=list(imported.warnings),
     )  # fmt: skip
 

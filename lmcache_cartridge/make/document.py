@@ -34,14 +34,12 @@ class Document(NamedTuple):
         return self.path.name
 
 
-def read_document(
-    model: CausalModel, path: Path | Document, raw: bytes | None = None, *, must_fit: bool = True
-) -> Document:
+def read_document(model: CausalModel, path: Path | Document, raw: bytes | None = None) -> Document:
     """Return the document in a file, or in the bytes `raw` where they come from elsewhere and `path` names them. One that was
     read is returned as it is.
 
-    Raises `ArtifactError` for one that is no UTF-8 text, is empty, or has no tokens; with `must_fit` also where the
-    model's context has no room for it and a question.
+    Raises `ArtifactError` for one that is no UTF-8 text, is empty, has no tokens, or for which and a question the model's
+    context has no room.
     """
     if isinstance(path, Document):
         return path
@@ -49,8 +47,7 @@ def read_document(
     ids = model.encode(text, special=True)
     if not ids:
         raise ArtifactError(f"{path} has no tokens")
-    if must_fit:
-        check_fits(model, path, ids)
+    check_fits(model, path, ids)
     return Document(path, text, ids, digest)
 
 

@@ -28,27 +28,21 @@ def read(path: Path, *, drop_frozen: bool = False) -> Foreign:
     """Return the KV, the token ids, or both, in a PyTorch file; ids may also lie beside it in `prefix_token_ids.json`.
 
     A frozen prefix is the attention sink and stays in front, unless `drop_frozen`. Raises `ForeignFormatError` for
-    a file in no known form. Of a `kv_cache` in no known form beside token ids nothing is used, and `form` says so.
+    a file in no known form. Of a `kv_cache` in no known form beside token ids nothing is used.
     """
     content = pickle.load(path)
     inside = content if isinstance(content, dict) else {}
-    cache, ids = inside.get("kv_cache"), inside.get("token_ids")
-    form, segments = _kv(path, content)
-    if not segments and (segments := _kv(path, cache)[1]):
-        form = "{token_ids, kv_cache, metadata}"
-    elif not segments and ids is not None:
-        unread = ", without its kv_cache, which is in no known form" if cache is not None else ""
-        form = f"{{token_ids}}{unread}"
-    elif not segments:
+    ids, (form, segments) = inside.get("token_ids"), _kv(path, content)
+    if not segments:
+        form, segments = "{token_ids, kv_cache, metadata}", _kv(path, inside.get("kv_cache"))[1]
+    if not segments and ids is None:
         names = sorted(str(name)[:40] for name in list(inside)[:8] if isinstance(name, str | int))
         raise ForeignFormatError(
             f"{path}: no known form of KV; it has {', '.join(names) or f'a {type(content).__name__} in it'}, and trainable_keys, "
             "a list of (K, V), layers.N.attention.prefix.keys or token_ids was expected"
         )
     if drop_frozen:
-        if len(segments) < 2:
-            raise ForeignFormatError(f"{path}: has no frozen positions to drop")
-        segments = segments[1:]
+        segments = segments[-1:]
     return Foreign(
         form, path, segments,
         token_ids=ids_beside(path.parent, IDS) if ids is None else plain_ids(ids, path),
@@ -73,15 +67,13 @@ def _kv(path: Path, content: Any) -> tuple[str, tuple[Pairs, ...]]:
         for name, leaf in leaves.items():
             if match := re.fullmatch(pattern, name):
                 parts.setdefault(match["part"], {})[int(match["layer"]), _PLANES.get(match["plane"])] = leaf
-        if {"frozen", "fixed"} <= set(parts):
-            raise ForeignFormatError(f"{path}: has both frozen_keys and fixed_keys, which are two names for one thing")
         if not parts:
             continue
-        named = sorted(parts)  # fixed and frozen before trainable
-        if named[-1] == "trainable":
-            form += f", {named[0]}_keys" if len(named) > 1 else ", nothing frozen"
-        elif named[-1]:
-            raise ForeignFormatError(f"{path}: {named[-1]}_keys and no trainable_keys")
+        named = sorted(parts)  # fixed or frozen before trainable
+        if named[-1] not in ("", "trainable") or len(named) > 2:
+            raise ForeignFormatError(
+                f"{path}: has KV that is {', '.join(named)}; trainable was expected, and frozen or fixed may be beside it"
+            )
         return form, tuple(_pairs(path, f"{part} KV".strip(), parts[part]) for part in named)
     return "", ()
 

@@ -19,7 +19,7 @@ from ..progress import Progress, silent
 from ..write import write_kv
 from .fit import Fitted, fit
 from .formats import Foreign
-from .ids import check_vocabulary, plain_ids
+from .ids import check_vocabulary
 
 FIRST_LAYER = {"bfloat16": 0.02, "float16": 0.003, "float32": 0.0005}
 """How far the K or V of one position of layer 0 may be from a plain forward pass's, relative to its norm.
@@ -38,8 +38,6 @@ class Imported(NamedTuple):
 
     manifest: Manifest
     form: str
-    axes: str | None
-    """Order of the checkpoint's axes: heads, positions (T), head size; None without KV."""
     dtype: str
     """What became of the dtype: `float32 to bfloat16, rounded`."""
     evidence: str
@@ -56,7 +54,6 @@ def import_(
     version: int,
     chunk_tokens: int = 256,
     document: Path | None = None,
-    axes: str | None = None,
     rounding: bool = False,
     encoding: str = "plain",
     compare: bool = True,
@@ -65,15 +62,15 @@ def import_(
     """Write what `foreign` holds, as `recognise` found it, as an artefact of `model` at `root`.
 
     It is a prefill cartridge if it has token ids whose forward pass gives its KV but for rounding, else a trained
-    one, which carries the ids of the text file `document` if that is given. `axes` names the order of its axes where
-    shapes leave that open, one of `fit.READINGS`; `rounding` allows a dtype that does not hold every value. Without
+    one, which carries the ids of the text file `document` if that is given. `rounding` allows a dtype that does not hold every
+    value. Without
     `compare` nothing is computed, so `model` may be without weights: KV is then trained, with its own ids as its document,
     and has no canary. Raises `ModelMismatch` or `ForeignFormatError`, and leaves nothing behind. Registers nothing.
     """
     if not foreign.segments:
         if document is not None:
             raise ForeignFormatError(f"{foreign.source}: token ids alone are a document; leave --document out")
-        ids = plain_ids(foreign.token_ids, foreign.source)
+        ids = foreign.token_ids or []
         check_vocabulary(model, ids, foreign.source)
         with ArtifactWriter(
             root, cartridge_id=cartridge_id, version=version, kind="tokens", fingerprint=model.fingerprint,
@@ -81,9 +78,9 @@ def import_(
         ) as writer:  # fmt: skip
             manifest = writer.commit(model.provenance("import", origin=_origin(foreign)))
         warnings = tuple(_warnings(model, foreign))
-        return Imported(manifest, foreign.form, None, "no KV", "token ids without KV", warnings)
+        return Imported(manifest, foreign.form, "no KV", "token ids without KV in a known form", warnings)
     model.need_values("import")
-    fitted = fit(foreign, model.fingerprint, axes, rounding=rounding)
+    fitted = fit(foreign, model.fingerprint, rounding=rounding)
     positions = fitted.kv.shape[2]
     check_fits(model, foreign.source, range(positions))
     check_vocabulary(model, foreign.token_ids or [], foreign.source)
@@ -92,7 +89,7 @@ def import_(
         evidence, prefill = _judge(model, foreign, fitted, chunk_tokens, progress)
     if prefill and document is not None:
         raise ForeignFormatError(f"{foreign.source}: {evidence}, so the ids are its document; leave --document out")
-    about = read_document(model, document, must_fit=False) if document else None
+    about = read_document(model, document) if document else None
     document_ids = about.ids if about else foreign.document_ids
     if document_ids is None and not compare:
         document_ids = foreign.token_ids
@@ -106,8 +103,7 @@ def import_(
         token_ids=foreign.token_ids if prefill else None, document_ids=document_ids, chunk_tokens=chunk_tokens,
         encoding=encoding, with_canary=compare, progress=progress,
     )  # fmt: skip
-    warnings = tuple(_warnings(model, foreign, fitted.axes, document_ids))
-    return Imported(manifest, foreign.form, fitted.axes, fitted.dtype, evidence, warnings)
+    return Imported(manifest, foreign.form, fitted.dtype, evidence, tuple(_warnings(model, foreign, fitted.frozen)))
 
 
 def _judge(
@@ -140,32 +136,16 @@ def _judge(
 
 def _origin(foreign: Foreign) -> Origin:
     digest = blake3().update_mmap(foreign.source).hexdigest()
-    return Origin(
-        foreign.form, foreign.name or foreign.source.name, digest, foreign.base_model and _public(foreign.base_model)
-    )
+    return Origin(foreign.form, foreign.name or foreign.source.name, digest)
 
 
-def _public(named: str) -> str:
-    """Return the name of the model that a checkpoint says it is for, without the directories of another machine."""
-    return named if named.count("/") == 1 and not named.startswith((".", "/", "~")) else Path(named).name
-
-
-def _warnings(
-    model: CausalModel,
-    foreign: Foreign,
-    order: str | None = None,
-    document_ids: list[int] | None = None,
-) -> Iterator[str]:
-    """Yield what whoever imports should know; `order` is that of the axes, `document_ids` a trained cartridge's."""
-    theirs, limit = foreign.base_model, model.context_tokens
+def _warnings(model: CausalModel, foreign: Foreign, frozen: int = 0) -> Iterator[str]:
+    """Yield what whoever imports should know."""
+    theirs = foreign.base_model
     if theirs and Path(theirs).name.lower() != Path(model.name).name.lower():
         yield f"it says it was made for {theirs}, and --model is {model.name}; KV of another model answers nonsense"
-    if order and len(foreign.segments) > 1:
-        frozen = foreign.segments[0][0][0].shape[order.index("T") - 3]
-        if frozen > SINK:
-            yield (
-                f"{frozen} frozen positions stay in front of the trained ones. A checkpoint trained jointly with others "
-                "keeps those others there: import it with --drop-frozen"
-            )
-    if limit and document_ids is not None and len(document_ids) >= limit:
-        yield f"its document has {len(document_ids)} tokens, the model's context {limit}: on_miss=document cannot help"
+    if frozen > SINK:
+        yield (
+            f"{frozen} frozen positions stay in front of the trained ones. A checkpoint trained jointly with others "
+            "keeps those others there: import it with --drop-frozen"
+        )

@@ -3,7 +3,6 @@ KV in the model's dtype, every value looked at on the way."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -22,39 +21,43 @@ class Fitted(NamedTuple):
 
     kv: torch.Tensor
     """Canonical, `[2, L, T, H, D]` in the model's dtype."""
-    axes: str
-    """The reading of its axes."""
+    frozen: int
+    """How many leading positions are a frozen segment's."""
     source_dtypes: list[str]
     dtype: str
     """What became of the dtype: `float32 to bfloat16, rounded`."""
 
 
-def fit(foreign: Foreign, shape: Fingerprint, axes: str | None = None, *, rounding: bool = False) -> Fitted:
+def fit(foreign: Foreign, shape: Fingerprint, *, rounding: bool = False) -> Fitted:
     """Return a checkpoint's KV by the one reading of its tensors that fits the model, frozen positions first.
 
-    `axes` names the reading where more than one fits; `rounding` allows a dtype that does not hold every value. Raises
-    `ModelMismatch` for another number of layers or heads or another head size than the model's; `ForeignFormatError` for
-    tensors that contradict each other, that are larger than their file, that fit two readings, or that are no KV: of other
-    dtypes, not finite, or of no position.
+    `rounding` allows a dtype that does not hold every value. Raises `ModelMismatch` for another number of layers or heads or
+    another head size than the model's, or positions that differ between layers; `ForeignFormatError` for tensors that are
+    larger than their file, that fit two readings, or that are no KV: of other dtypes, not finite, or of no position.
     """
-    reading = _reading(foreign, shape, axes)
-    dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for _, tensor in _tensors(foreign)})
+    tensors = [tensor for segment in foreign.segments for pair in segment for tensor in pair]
+    # A tensor of strides 0 takes no room in the file and all memory when it is copied.
+    declared, size = sum(t.numel() * t.itemsize for t in tensors), foreign.source.stat().st_size
+    if declared > size:
+        raise ForeignFormatError(f"{foreign.source}: its tensors declare {declared} bytes, the file has {size}")
+    reading = _reading(foreign, shape)
+    dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors})
     if strange := set(dtypes) - {*DTYPES, "float64"}:
         raise ForeignFormatError(
             f"{foreign.source}: KV of dtype {', '.join(sorted(strange))}; expected {', '.join(DTYPES)} or float64"
         )
-    positions = sum(_squeezed(segment[0][0]).shape[reading.index("T")] for segment in foreign.segments)
-    if not positions:
+    lengths = [_squeezed(segment[0][0]).shape[reading.index("T")] for segment in foreign.segments]
+    if not sum(lengths):
         raise ForeignFormatError(f"{foreign.source}: KV of no position")
-    size = (2, shape.layers, positions, shape.kv_heads, shape.head_size)
-    kv, is_exact = torch.empty(size, dtype=DTYPES[shape.dtype]), True
+    canonical = (2, shape.layers, sum(lengths), shape.kv_heads, shape.head_size)
+    kv, is_exact = torch.empty(canonical, dtype=DTYPES[shape.dtype]), True
     for plane, name in enumerate(("keys", "values")):
         for layer in range(shape.layers):
             parts = [_squeezed(segment[layer][plane]).detach() for segment in foreign.segments]
             whole = torch.cat([part.transpose(0, 1) if reading == "HTD" else part for part in parts])
             where, kv[plane, layer] = f"{foreign.source}: {name} of layer {layer}", whole
-            _check_finite(whole, where)
-            _check_finite(kv[plane, layer], where, f" in {shape.dtype}")
+            if not kv[plane, layer].isfinite().all():
+                raise ForeignFormatError(f"{where} are not finite in {shape.dtype}")
             is_exact &= (is_same := torch.equal(kv[plane, layer].to(whole.dtype), whole))
             if not is_same and not rounding:
                 raise ForeignFormatError(
@@ -64,78 +67,38 @@ def fit(foreign: Foreign, shape: Fingerprint, axes: str | None = None, *, roundi
                 )
     source = " and ".join(dtypes)
     became = source if source == shape.dtype else f"{source} to {shape.dtype}, {'exact' if is_exact else 'rounded'}"
-    return Fitted(kv, reading, dtypes, became)
+    return Fitted(kv, sum(lengths[:-1]), dtypes, became)
 
 
-def _check_finite(found: torch.Tensor, where: str, stage: str = "") -> None:
-    finite = torch.isfinite(found)
-    if not finite.all():
-        position, head, element = (~finite).nonzero()[0].tolist()
-        raise ForeignFormatError(
-            f"{where} at position {position}, head {head}, element {element}: "
-            f"{found[position, head, element].item()}{stage} is not finite"
-        )
-
-
-def _reading(foreign: Foreign, shape: Fingerprint, axes: str | None) -> str:
+def _reading(foreign: Foreign, shape: Fingerprint) -> str:
     """Return the one order of axes that all tensors have."""
-    source = foreign.source
-    if foreign.axes and axes not in (None, foreign.axes):
-        raise ForeignFormatError(f"{source}: a {foreign.form} is {foreign.axes}; leave --axes {axes} out")
-    for segment in foreign.segments:
-        if len(segment) != shape.layers:
-            raise ModelMismatch(f"{source}: KV of {len(segment)} layers; the model has {shape.layers}")
-    tensors = list(_tensors(foreign))
-    # A tensor of strides 0 takes no room in the file and all memory when it is copied.
-    declared, size = sum(t.numel() * t.itemsize for _, t in tensors), source.stat().st_size
-    if declared > size:
-        raise ForeignFormatError(f"{source}: its tensors declare {declared} bytes, the file has {size}")
-    named = foreign.axes or axes
-    wanted = [named] if named else list(READINGS)
-    fitting = [reading for reading in wanted if all(_fits(t, reading, shape) for _, t in tensors)]
-    if not fitting:
-        misfits = (each for each in tensors if not any(_fits(each[1], reading, shape) for reading in wanted))
-        name, tensor = next(misfits, tensors[-1])  # the last of layers that are each of another reading
+    wanted = [foreign.axes] if foreign.axes else READINGS
+    shapes = [{tuple(_squeezed(t).shape) for pair in segment for t in pair} for segment in foreign.segments]
+    layers = {len(segment) for segment in foreign.segments}
+    fitting = [reading for reading in wanted if all(_fits(each, reading, shape) for each in shapes)]
+    if not fitting or layers != {shape.layers}:
+        found = " and ".join(
+            f"{len(segment)} layers of {sorted(each)[:4]}"
+            for segment, each in zip(foreign.segments, shapes, strict=True)
+        )
         sizes = {"H": str(shape.kv_heads), "T": "p", "D": str(shape.head_size)}
-        expected = " or ".join(f"(1, {', '.join(sizes[axis] for axis in reading)})" for reading in wanted)
+        expected = " or ".join(f"({', '.join(sizes[axis] for axis in reading)})" for reading in wanted)
         raise ModelMismatch(
-            f"{source}: {name} have shape {tuple(tensor.shape)}; a model of {shape.kv_heads} KV heads and head "
-            f"size {shape.head_size} has {expected}"
+            f"{foreign.source}: KV of {found}; the model has {shape.layers} of {expected}, p the same in all"
         )
-    uneven = {reading: _uneven(foreign, reading) for reading in fitting}
-    even = [reading for reading in fitting if uneven[reading] is None]
-    if not even:
-        raise ForeignFormatError(f"{source}: {uneven[fitting[0]]}")
-    if len(even) > 1:
+    if len(fitting) > 1:
         raise ForeignFormatError(
-            f"{source}: keys of layer 0 of shape {tuple(tensors[0][1].shape)} fits heads before positions and positions "
-            "before heads. Nothing in the file says which; give --axes HTD or --axes THD"
+            f"{foreign.source}: KV of {shapes[0]} fits heads before positions and positions before heads, and nothing in the "
+            "file says which"
         )
-    return even[0]
-
-
-def _tensors(foreign: Foreign) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor with its name for people."""
-    for segment in foreign.segments:
-        for layer, (keys, values) in enumerate(segment):
-            yield f"keys of layer {layer}", keys
-            yield f"values of layer {layer}", values
+    return fitting[0]
 
 
 def _squeezed(tensor: torch.Tensor) -> torch.Tensor:
     return tensor[0] if tensor.ndim == 4 and tensor.shape[0] == 1 else tensor
 
 
-def _fits(tensor: torch.Tensor, reading: str, shape: Fingerprint) -> bool:
-    found = _squeezed(tensor).shape
-    return len(found) == 3 and found[reading.index("H")] == shape.kv_heads and found[2] == shape.head_size
-
-
-def _uneven(foreign: Foreign, reading: str) -> str | None:
-    """Return how the layers of a segment differ in positions, if they do."""
-    for segment in foreign.segments:
-        lengths = [_squeezed(t).shape[reading.index("T")] for pair in segment for t in pair]
-        if strange := [i for i, length in enumerate(lengths) if length != lengths[0]]:
-            plane = "values" if strange[0] % 2 else "keys"
-            return f"{plane} of layer {strange[0] // 2} have {lengths[strange[0]]} positions, the first {lengths[0]}"
-    return None
+def _fits(shapes: set[tuple[int, ...]], reading: str, shape: Fingerprint) -> bool:
+    """Whether a segment's tensors have one shape, which is the model's but for the positions."""
+    at = reading.index("T")
+    return len(shapes) == 1 and all(each[:at] + each[at + 1 :] == (shape.kv_heads, shape.head_size) for each in shapes)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-import numpy as np
+import msgspec
 import torch
 
 from ...errors import ArtifactError, ForeignFormatError
@@ -18,6 +18,14 @@ DOCUMENT_IDS = "document_token_ids.json"
 """The name under which `export` writes the ids of a trained cartridge's document."""
 MAX_FILE_BYTES = 256 << 20
 MAX_IDS = 1 << 22
+Ids = Annotated[list[int], msgspec.Meta(min_length=1, max_length=MAX_IDS)]
+
+
+class _Named(msgspec.Struct):
+    token_ids: Ids
+
+
+_decode_ids = msgspec.json.Decoder(Ids | _Named).decode
 
 
 def check_vocabulary(model: CausalModel, ids: list[int], source: Path) -> None:
@@ -28,22 +36,9 @@ def check_vocabulary(model: CausalModel, ids: list[int], source: Path) -> None:
 
 
 def read_ids(source: Path) -> list[int]:
-    """Return the ids in a file: a `.npy` array, a JSON list, one under `token_ids`, or numbers with spaces between them.
-
-    Raises `ForeignFormatError` for anything else.
-    """
-    try:
-        if source.suffix == ".npy":
-            content = np.load(source, allow_pickle=False).tolist()
-        elif source.suffix == ".json" or source.read_bytes().lstrip().startswith(b"["):
-            content = read_json(source)
-        else:
-            content = [int(word) for word in source.read_text(encoding="utf-8").split()]
-    except (ValueError, EOFError, OSError) as error:
-        raise ForeignFormatError(f"{source} is no list of token ids: {error}") from None
-    if isinstance(content, dict) and content.get("kv_cache") is not None:
-        raise ForeignFormatError(f"{source}: KV in JSON is no known format; save it as a .pt file of tensors")
-    return plain_ids(content.get("token_ids") if isinstance(content, dict) else content, source)
+    """Return the ids in a JSON file: a list, or one under `token_ids`. Raises `ForeignFormatError` for anything else."""
+    found = read_json(source, _decode_ids)
+    return found.token_ids if isinstance(found, _Named) else found
 
 
 def ids_beside(directory: Path, name: str) -> list[int] | None:
@@ -60,13 +55,11 @@ def plain_ids(ids: Any, source: Path) -> list[int]:
     return ids
 
 
-def read_json(source: Path) -> Any:
-    """Return what a JSON file of at most `MAX_FILE_BYTES` holds. Raises `ForeignFormatError` for one that is none."""
+def read_json(source: Path, decode: Callable[[bytes], Any] = msgspec.json.decode) -> Any:
+    """Return what `decode` finds in a JSON file of at most `MAX_FILE_BYTES`. Raises `ForeignFormatError` where it finds nothing."""
     try:
         if source.stat().st_size > MAX_FILE_BYTES:
             raise ForeignFormatError(f"{source}: larger than {MAX_FILE_BYTES} bytes")
-        return json.loads(source.read_bytes())
-    except OSError as error:
-        raise ForeignFormatError(f"{source}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise ForeignFormatError(f"{source}: no JSON: {error}") from error
+        return decode(source.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ForeignFormatError(f"{source}: not the JSON that is wanted: {error}") from error

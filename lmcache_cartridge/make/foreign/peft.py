@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal
 
+import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 
@@ -17,7 +18,22 @@ CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 TENSOR = "prompt_embeddings"
 PICKLED = "adapter_model.bin"
-_NUMBERS = ("num_virtual_tokens", "num_layers", "num_attention_heads", "token_dim")
+_Number = Annotated[int, msgspec.Meta(gt=0, lt=1 << 31)]
+
+
+class _Config(msgspec.Struct):
+    peft_type: Literal["CARTRIDGE", "PREFIX_TUNING"]
+    num_virtual_tokens: _Number
+    num_layers: _Number
+    num_attention_heads: _Number
+    token_dim: _Number
+    num_transformer_submodules: Literal[1] = 1
+    """Two are an encoder and a decoder."""
+    prefix_projection: bool = False
+    base_model_name_or_path: str | None = None
+
+
+_decode_config = msgspec.json.Decoder(_Config).decode
 
 
 def to_peft(kv: torch.Tensor) -> torch.Tensor:
@@ -32,50 +48,31 @@ def from_peft(packed: torch.Tensor, layers: int, kv_heads: int) -> torch.Tensor:
 
 def read(directory: Path) -> Foreign:
     """Return the KV of a `CARTRIDGE` or `PREFIX_TUNING` adapter as PEFT gives it to the model, positions 0 to p - 1."""
-    config = read_json(directory / CONFIG)
-    if not isinstance(config, dict):
-        raise ForeignFormatError(f"{directory / CONFIG}: not a PEFT configuration")
-    kind = config.get("peft_type")
-    if kind not in ("CARTRIDGE", "PREFIX_TUNING"):
-        raise ForeignFormatError(
-            f"{directory}: a PEFT adapter of type {kind!s:.40} is no KV; CARTRIDGE and PREFIX_TUNING are"
-        )
-    if config.get("prefix_projection"):
+    config = read_json(directory / CONFIG, _decode_config)
+    if config.prefix_projection:
         raise ForeignFormatError(
             f"{directory}: prefix_projection is on, so its parameters are an MLP and not the KV. PEFT's "
             "save_pretrained stores what the MLP puts out; if PEFT saved it, set prefix_projection to false in "
             f"{CONFIG} and import again"
         )
-    positions, layers, heads, token_dim = (_number(directory, config, name) for name in _NUMBERS)
-    if config.get("num_transformer_submodules", 1) != 1 or token_dim % heads:
-        raise ForeignFormatError(
-            f"{directory / CONFIG}: {heads} heads of {token_dim} elements, or an encoder too, are no KV of a decoder"
-        )
     source, packed = _tensor(directory)
-    expected = (positions, 2 * layers * token_dim)
-    if tuple(packed.shape) != expected:
+    layers, heads = config.num_layers, config.num_attention_heads
+    expected = (config.num_virtual_tokens, 2 * layers * config.token_dim)
+    if tuple(packed.shape) != expected or config.token_dim % heads:
         raise ForeignFormatError(
             f"{source}: {TENSOR} of shape {tuple(packed.shape)}; {CONFIG} says {expected}, which is num_virtual_tokens "
-            "rows of K and V of every layer"
+            f"rows of K and V of every layer, of {heads} heads"
         )
     kv = from_peft(packed, layers, heads)
-    base = config.get("base_model_name_or_path")
     return Foreign(
-        form=f"PEFT {kind} adapter",
+        form=f"PEFT {config.peft_type} adapter",
         source=source,
         segments=([(kv[0, layer], kv[1, layer]) for layer in range(layers)],),
         axes="THD",
         token_ids=ids_beside(directory, IDS),
         document_ids=ids_beside(directory, DOCUMENT_IDS),
-        base_model=base if isinstance(base, str) else None,
+        base_model=config.base_model_name_or_path,
     )
-
-
-def _number(directory: Path, config: dict[str, Any], name: str) -> int:
-    value = config.get(name)
-    if type(value) is not int or not 0 < value < 1 << 31:
-        raise ForeignFormatError(f"{directory / CONFIG}: {name} is {value!s:.40}, not a positive number")
-    return value
 
 
 def _tensor(directory: Path) -> tuple[Path, torch.Tensor]:
@@ -83,17 +80,13 @@ def _tensor(directory: Path) -> tuple[Path, torch.Tensor]:
     if (source := directory / WEIGHTS).is_file():
         try:
             with safe_open(source, framework="pt") as file:
-                names = set(file.keys())
-                tensor = file.get_tensor(TENSOR) if names == {TENSOR} else None
+                content = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no dict
         except (SafetensorError, OSError, ValueError, RuntimeError) as error:
             raise ForeignFormatError(f"{source}: not a sound safetensors file: {error}") from error
-    elif (source := directory / PICKLED).is_file():
-        content = pickle.load(source)
-        names = set(content) if isinstance(content, dict) else set()
-        tensor = content[TENSOR] if names == {TENSOR} else None
     else:
-        raise ForeignFormatError(f"{directory}: neither {WEIGHTS} nor {PICKLED} is there")
+        source = directory / PICKLED
+        content = pickle.load(source)
+    tensor = content.get(TENSOR) if isinstance(content, dict) and len(content) == 1 else None
     if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
-        others = ", ".join(sorted(str(name)[:80] for name in list(names)[:8]))
-        raise ForeignFormatError(f"{source}: the one tensor {TENSOR} was expected; there are: {others or 'none'}")
+        raise ForeignFormatError(f"{source}: the one tensor {TENSOR} was expected, and nothing else")
     return source, tensor

@@ -28,8 +28,6 @@ ALLOWED = {
     "torch.Size",
 }
 """Every name that a pickle may use. Torch's own list is longer, and `bytearray` of it takes any memory that is asked for."""
-_UNREADABLE = (ValueError, RuntimeError, IndexError, OverflowError, NotImplementedError, OSError, EOFError)
-"""What zipfile and pickletools raise on broken files."""
 
 
 def load(path: Path) -> Any:
@@ -44,27 +42,14 @@ def load(path: Path) -> Any:
         with zipfile.ZipFile(path) as archive:
             pickled = _pickle_of(path, archive)
         _check_pickle(path, pickled)
-    except ForeignFormatError:
-        raise
-    except zipfile.BadZipFile as error:
-        raise _refusal(path, f"{error}. torch.save has written zip archives since 1.6; save it again") from error
-    except _UNREADABLE as error:
-        raise _refusal(path, f"a broken archive or pickle: {error}") from error
-    try:
         with warnings.catch_warnings(), torch.serialization.safe_globals([torch.nn.ParameterList]):
             warnings.simplefilter("ignore")  # of a pickle protocol that torch itself does not write
             return torch.load(str(path), map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # whatever torch's restricted unpickler stumbles over in a broken or hostile file
-        raise _refusal(path, _reason(error)) from error
-
-
-def _reason(error: Exception) -> str:
-    """Return in one line what torch's unpickler stumbled over."""
-    text = str(error).rpartition("WeightsUnpickler error: ")[2]
-    if "not resizable" in text:
-        return "a tensor is larger than what the file holds for it"
-    line = next((line for line in text.splitlines() if line), "")
-    return line if isinstance(error, RuntimeError) and line else f"a broken pickle: {type(error).__name__} {line}"
+    except ForeignFormatError:
+        raise
+    except Exception as error:  # whatever readers of archives and pickles stumble over in a broken or hostile file
+        told = str(error).rpartition("WeightsUnpickler error: ")[2].split("\n")
+        raise _refusal(path, f"{type(error).__name__} {next(filter(None, told), '')}") from error
 
 
 def _refusal(path: Path, reason: str) -> ForeignFormatError:

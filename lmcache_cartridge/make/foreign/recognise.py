@@ -35,28 +35,23 @@ def locate(path: str) -> Path:
 
 
 def recognise(path: Path, *, drop_frozen: bool = False) -> Foreign:
-    """Return what a foreign file or directory holds. Raises `ForeignFormatError` for one in no known format."""
+    """Return what a foreign file or directory holds, without its frozen positions where `drop_frozen`.
+
+    Raises `ForeignFormatError` for one in no known format.
+    """
     if path.is_dir():
-        if (path / "manifest.json").is_file():
-            raise ForeignFormatError(f"{path}: is a cartridge already; `lmcache-cartridge import` takes it as it is")
         if (path / peft.CONFIG).is_file():
-            if drop_frozen:
-                raise ForeignFormatError(f"{path}: a PEFT adapter keeps no frozen positions apart")
             return peft.read(path)
         path = _only_file(path)
     if path.suffix == ".json":
         return Foreign("token ids in JSON", path, token_ids=read_ids(path))
-    if path.name == peft.WEIGHTS:
-        raise ForeignFormatError(f"{path}: give the directory, which has {peft.CONFIG} too")
     return checkpoint.read(path, drop_frozen=drop_frozen)
 
 
 def _only_file(directory: Path) -> Path:
-    found = sorted(directory.glob("*.pt")) or sorted(directory.glob(IDS))
-    if (named := directory / "cartridge.pt") in found or len(found) == 1:
-        return named if named in found else found[0]
-    files = ", ".join(path.name for path in found[:8])
-    raise ForeignFormatError(
-        f"{directory}: {f'several checkpoints, {files}; name one' if files else 'no known format'}; a directory has "
-        f"{peft.CONFIG}, one .pt file, or {IDS}"
-    )
+    found = sorted(directory.glob("cartridge.pt")) or sorted(directory.glob("*.pt")) or sorted(directory.glob(IDS))
+    if len(found) != 1:
+        raise ForeignFormatError(
+            f"{directory}: a directory has {peft.CONFIG}, cartridge.pt, one other .pt file, or {IDS}; it has {len(found)} .pt"
+        )
+    return found[0]
