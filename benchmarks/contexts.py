@@ -61,20 +61,20 @@ BESIDE: dict[str, Callable[[httpx.Client, random.Random], None]] = {PROMPTS: com
 
 
 @contextmanager
-def sending(url: str, what: str, seed: str) -> Iterator[list[float]]:
-    """Send texts until the block ends, one at least; yields the seconds that each took. Raises what sending raised."""
-    over, took = threading.Event(), []
+def sending(url: str, what: str, seed: str) -> Iterator[None]:
+    """Send texts until the block ends. Raises what sending raised."""
+    over = threading.Event()
 
     def send() -> None:
         rng = random.Random(seed)
         with httpx.Client(base_url=url, timeout=600) as client:
-            while not took or not over.is_set():
-                took.append(report.timed(lambda: BESIDE[what](client, rng)))
+            while not over.is_set():
+                BESIDE[what](client, rng)
 
     with ThreadPoolExecutor(1) as pool:
         sent = pool.submit(send)
         try:
-            yield took
+            yield
         finally:
             over.set()
         sent.result()
@@ -87,17 +87,16 @@ def complete(client: httpx.Client, body: dict[str, object]) -> int:
     return usage["prompt_tokens_details"]["cached_tokens"] or 0
 
 
-def measure(url: str, rounds: int, asks: int) -> list[tuple[str, str, list[float]]]:
-    """Return what was asked, what went on beside it, and the seconds that each took."""
+def measure(url: str, rounds: int, asks: int) -> dict[tuple[str, str], list[float]]:
+    """Return the seconds of each request, by what was asked and what went on beside it."""
     rng = random.Random(1)
     asked = {"plain": {}, "behind a context": {}}
     waited: dict[tuple[str, str], list[float]] = {(way, what): [] for what in (NOTHING, *BESIDE) for way in asked}
-    texts: dict[str, list[float]] = {what: [] for what in BESIDE}
     with httpx.Client(base_url=url, timeout=600) as client:
         asked["behind a context"] = {"cartridges": [make(client, rng)]}
         for turn in range(-1, rounds):  # the first warms up
             for what in rng.sample([NOTHING, *BESIDE], 3):
-                with sending(url, what, f"{what} {turn}") if what in BESIDE else nullcontext([]) as took:
+                with sending(url, what, f"{what} {turn}") if what in BESIDE else nullcontext():
                     for _ in range(asks):
                         for way, more in asked.items():
                             body = {"prompt": drawn(rng, ASKED)} | more
@@ -107,9 +106,7 @@ def measure(url: str, rounds: int, asks: int) -> list[tuple[str, str, list[float
                             assert (cached >= TOKENS) == bool(more), (way, cached)
                             if turn >= 0:
                                 waited[way, what].append(seconds)
-                if turn >= 0 and what in texts:
-                    texts[what] += took
-    return [(way, what, found) for (way, what), found in waited.items()] + [("text", *row) for row in texts.items()]
+    return waited
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -123,12 +120,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             settings = from_mapping({"home": scratch, "contexts": True})
             launch = plan(MODEL, settings, mode=mode, vllm_args=ARGS, l1_bytes=256 << 20)
             with ServerProcess(launch, Path(scratch) / "log", environment=SMALL) as server:
-                for way, what, found in measure(server.url, rounds, asks):
-                    name = "first token" if way != "text" else "a text of the second client"
-                    case = {"mode": mode, "beside": what} | ({"request": way} if way != "text" else {})
-                    figures.append(report.Figure.of(found, name, "s", **case))
-                    if way != "text":
-                        figures.append(report.Figure.tail(found, name, "s", **case))
+                for (way, what), found in measure(server.url, rounds, asks).items():
+                    case = {"mode": mode, "beside": what, "request": way}
+                    for made in (report.Figure.of, report.Figure.tail):
+                        figures.append(made(found, "first token", "s", **case))
     bench.publish(figures)
 
 

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import httpx
 import report
@@ -27,7 +26,7 @@ from waiting import until
 
 from lmcache_cartridge.serve.launch import free_port
 
-BLOCK, EVENT_BLOCKS = 16, 16
+BLOCK = 16
 POSITIONS, PODS = 16_384, 8
 
 
@@ -49,18 +48,12 @@ class Publisher:
         self._publisher = kv_events.ZmqEventPublisher(0, *at)
 
     def store(self, name: int, ids: Sequence[int]) -> None:
-        """Publish whole blocks, a batch for each sixteen of them."""
-        blocks, before = len(ids) // BLOCK, None
-        for first in range(0, blocks, EVENT_BLOCKS):
-            names = [name * 100_000 + block for block in range(first, min(first + EVENT_BLOCKS, blocks))]
-            self.publish(self._vllm.BlockStored(
-                block_hashes=names, parent_block_hash=before, token_ids=list(ids[first * BLOCK :][: len(names) * BLOCK]),
-                block_size=BLOCK, lora_id=None, medium="GPU", lora_name=None, extra_keys=None, group_idx=0,
-            ))  # fmt: skip
-            before = names[-1]
-
-    def publish(self, event: Any) -> None:
-        """Publish a batch of one event."""
+        """Publish whole blocks."""
+        names = [name * 100_000 + block for block in range(len(ids) // BLOCK)]
+        event = self._vllm.BlockStored(
+            block_hashes=names, parent_block_hash=None, token_ids=list(ids), block_size=BLOCK, lora_id=None, medium="GPU",
+            lora_name=None, extra_keys=None, group_idx=0,
+        )  # fmt: skip
         self._publisher.publish(self._vllm.KVEventBatch(ts=time.time(), events=[event]))
 
     def close(self) -> None:
@@ -131,7 +124,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             return lambda: http.post(url, content=content).raise_for_status()
 
         calls = {
-            "for scale: /health of the service": lambda: http.get(f"{service}/health").raise_for_status(),
             "score": post(f"{service}/score", question),
             "pick": post(f"{service}/pick?path=/v1/completions", body),
             "Envoy alone": post(f"{alone}/v1/completions", body),
@@ -139,32 +131,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
         }
         best = f"pod-{PODS - 1}"
 
-        def holds(told: dict[str, Any]) -> bool:
-            scores = told["scores"]
-            return max(scores, key=scores.get) == best
-
         def timed(name: str) -> float:
             for stub, _ in pods:
                 stub.requests.clear()
             until(lambda: http.get(f"{service}/health").is_success)  # a busy machine's servers may have been late
             return report.timed(calls[name])
 
-        until(lambda: holds(calls["score"]().json()))
         until(lambda: calls["pick"]().json()["pod"] == best)
         report.say(f"{repeat} turns")
         samples = report.in_turns({name: partial(timed, name) for name in calls}, repeat)
         through = [calls["Envoy + picker"]().json()["stub"] for _ in range(repeat // 5)]
-    samples["score + pick"] = [a + b for a, b in zip(samples["score"], samples["pick"], strict=True)]
-    pairs = zip(samples["Envoy + picker"], samples["Envoy alone"], strict=True)
-    samples["added by the picker"] = [a - b for a, b in pairs]
     about = {"servers": PODS, "p": POSITIONS}
     figures = [
         made(seconds, "request", "s", asked=name, **about)
         for made in (report.Figure.of, report.Figure.tail) for name, seconds in samples.items()
     ]  # fmt: skip
-    figures += [
-        report.Figure.share(through.count(best), len(through), "reached the server that has it", **about),
-    ]
+    figures.append(report.Figure.share(through.count(best), len(through), "reached the server that has it", **about))
     bench.publish(figures)
 
 

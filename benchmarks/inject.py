@@ -1,6 +1,6 @@
 """Bytes per second from resident chunks into the engine's own blocks, beside memcpy of the same bytes.
 
-    python benchmarks/inject.py [--full] [--model Qwen2.5-7B]
+    python benchmarks/inject.py [--full]
 
 The paths are those that serve: `EngineWriteConnector.batched_to_gpu` brings resident chunks into the paged KV caches of real
 vLLM CPU attention layers. Chunks of whole blocks, packed for the instruction set when they were loaded, are copied; others
@@ -97,11 +97,9 @@ def measure(shape: Shape, threads: Sequence[int], payload: int, repeat: int) -> 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the benchmark."""
     bench = report.Benchmark(__file__, __doc__, ["engine/inject.py", "memory/layout.py", "memory/tiles.py"])
-    bench.parser.add_argument("--model", action="append", choices=sorted(SHAPES), help="only this model; repeatable")
     options = bench.start(arguments)
     threads = [1] if options.smoke else sorted({1, len(os.sched_getaffinity(0))})
-    names = ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-7B", "Llama-3.2-1B", "Llama-2-7B")
-    shapes = [TINY] if options.smoke else [SHAPES[name] for name in options.model or names]
+    shapes = [TINY] if options.smoke else SHAPES.values()
     payload = (1 if options.smoke else 1024 if options.full else 256) << 20
     repeat, figures = 2 if options.smoke else 25 if options.full else 9, []
     for shape in shapes:

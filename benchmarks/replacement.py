@@ -105,22 +105,6 @@ class Lru:
         return hit
 
 
-class Lfu:
-    """The one asked for least often since the start leaves, never the newest: what has no memory of change."""
-
-    def __init__(self, room: int) -> None:
-        self.room, self.here, self.uses = room, dict[int, int](), Counter[int]()
-
-    def ask(self, number: int, size: int) -> bool:
-        hit = number in self.here
-        self.uses[number] += 1
-        free = self.room - sum(self.here.values())
-        while not hit and free < size:
-            free += self.here.pop(min(self.here, key=self.uses.__getitem__))
-        self.here[number] = size
-        return hit
-
-
 class TinyLfu:
     """W-TinyLFU (Einziger et al., ACM TOS 2017) with a window of one cartridge: the one that leaves it takes the place of
     the main part's least recently used, if it was asked for more often. Counts are halved every so often.
@@ -177,7 +161,7 @@ class Ours:
 
 
 POLICIES: dict[str, Callable[[int], Policy]] = {
-    "ours": Ours, "LRU": Lru, "LFU": Lfu, "W-TinyLFU": TinyLfu
+    "ours": Ours, "LRU": Lru, "W-TinyLFU": TinyLfu
 }  # fmt: skip
 
 

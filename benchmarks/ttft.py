@@ -1,6 +1,6 @@
 """Time to first token on a real vLLM server: dense prefill, vLLM's prefix cache, LMCache's own cache, and cartridges.
 
-    python benchmarks/ttft.py [--full] [--positions 256,1024,4096,16384] [--concurrency 1,4,16] [--ways WAY,WAY]
+    python benchmarks/ttft.py [--full] [--positions 256,1024,4096,16384] [--concurrency 1,4,16]
 
 A model with random weights in the shape of Qwen2.5-0.5B is made once (nothing is downloaded), and for each p a cartridge of
 random KV: times do not depend on what the numbers are. One stock server, asked by the stock OpenAI client with a question
@@ -13,7 +13,7 @@ server beside that. The ways, in turns:
             has been told to forget it (/reset_prefix_cache)
   warm      the cartridge, resident in the cpu tier
   disk      the cartridge, evicted from memory and its file dropped from the page cache
-  mp-...    in multiprocess mode: mp-l1 is LMCache's own cache there, mp-warm and mp-disk are cartridges
+  mp-...    in multiprocess mode: mp-l1 is LMCache's own cache there, mp-warm the cartridge
 
 A sample counts only if the server says that its tokens came from where its way means, request by request and by vLLM's and
 LMCache's counters; another one ends the run. Dense prefill on CPU takes minutes at large p, so it has few samples, and at
@@ -73,16 +73,14 @@ WAYS = {
     "disk": Way("cartridge", is_cold=True),
     "mp-l1": Way("lmcache", is_multiprocess=True),
     "mp-warm": Way("cartridge", is_multiprocess=True),
-    "mp-disk": Way("cartridge", is_cold=True, is_multiprocess=True),
 }
 
 
 class Answer(NamedTuple):
-    """One streamed answer; times in seconds from its request."""
+    """One streamed answer."""
 
     first_s: float
-    last_s: float
-    tokens: int
+    """Seconds from its request to its first token."""
     cached: int
     """Prompt tokens that were not computed."""
     injected: int | None
@@ -95,7 +93,6 @@ class Sample(NamedTuple):
     way: str
     p: int
     c: int
-    wall_s: float
     answers: list[Answer]
     vllm: int
     """Tokens that vLLM's own prefix cache had, by its counter."""
@@ -186,11 +183,9 @@ class Asker:
         self._fill(way, p, c)
         before = self._counters()
         with ThreadPoolExecutor(c) as pool:
-            started = time.perf_counter()
             answers = list(pool.map(self._ask, bodies))
-            wall_s = time.perf_counter() - started
         vllm, connector = (now - then for now, then in zip(self._counters(), before, strict=True))
-        return Sample(way, p, c, wall_s, answers, vllm, connector, resident)
+        return Sample(way, p, c, answers, vllm, connector, resident)
 
     def _fill(self, way: str, p: int, c: int) -> None:
         """Have vLLM or LMCache keep the document of each client, untimed."""
@@ -223,20 +218,19 @@ class Asker:
 
     def _ask(self, body: dict[str, Any]) -> Answer:
         started = time.perf_counter()
-        first, last, usage = None, None, None
+        first_s, usage = None, None
         # As `prompt` itself the client would look at each id: 300 ms for 16,384 of them, where the server parses in 2.
         raw = self._client.completions.with_raw_response.create(
             model=self._model, prompt="", max_tokens=ANSWER, temperature=0, stream=True,
             stream_options={"include_usage": True}, extra_body={"ignore_eos": True, **body},
         )  # fmt: skip
         for event in raw.parse():
-            if event.choices:
-                last = time.perf_counter() - started
-                first = first or last
+            if event.choices and first_s is None:
+                first_s = time.perf_counter() - started
             usage = event.usage or usage
         cached = (usage.prompt_tokens_details and usage.prompt_tokens_details.cached_tokens) or 0
         told = re.findall(r"injected=(\d+)", raw.headers.get("x-cartridges", ""))
-        return Answer(first, last, usage.completion_tokens, cached, sum(map(int, told)) if told else None)
+        return Answer(first_s, cached, sum(map(int, told)) if told else None)
 
     def _counters(self) -> tuple[int, int]:
         text = self._http.get("/metrics").raise_for_status().text
@@ -258,7 +252,6 @@ class Plan(NamedTuple):
 
     positions: list[int]
     concurrency: list[int]
-    ways: list[str]
     repeat: int
     full: bool
 
@@ -277,7 +270,7 @@ def touch(askers: dict[bool, Asker], plan: Plan) -> None:
 
     Where 7 MiB were written to for the first time that took 5 to 8 ms here, longer than to inject them.
     """
-    for way in {"warm", "mp-warm"} & set(plan.ways):
+    for way in ("warm", "mp-warm"):
         # One alone first: of many that are cold at once LMCache's server has memory for four, and the others are computed.
         for c in (1, *2 * [max(plan.concurrency) + 1]):
             askers[WAYS[way].is_multiprocess].sample(way, max(plan.positions), c)
@@ -291,12 +284,12 @@ def measure(askers: dict[bool, Asker], plan: Plan) -> list[Sample]:
     found, last = [], None
     touch(askers, plan)
     for p in plan.positions:
-        for way in plan.ways:
+        for way in WAYS:
             if way != "dense":  # the first of each way warms up
                 askers[WAYS[way].is_multiprocess].sample(way, p, 1)
         for c in plan.concurrency:
-            for turn in range(max(plan.samples(way, p, c) for way in plan.ways)):
-                for way in plan.ways:
+            for turn in range(max(plan.samples(way, p, c) for way in WAYS)):
+                for way in WAYS:
                     if turn < plan.samples(way, p, c):
                         asker = askers[WAYS[way].is_multiprocess]
                         if asker is not last or WAYS[way].is_cold:
@@ -322,35 +315,30 @@ def figures(samples: Sequence[Sample]) -> list[report.Figure]:
     for (way, p, c), found in cells.items():
         answers = [answer for sample in found for answer in sample.answers]
         case = {"way": way, "p": p, "c": c}
-        decode = [(a.tokens - 1) / (a.last_s - a.first_s) for a in answers if a.last_s > a.first_s]
-        rate = [sum(a.tokens for a in sample.answers) / sample.wall_s for sample in found]
         made += [
-            report.Figure.of([a.first_s for a in answers], "first token", "s", **case),
-            report.Figure.of(rate, "output", "tokens/s", **case),
-            report.Figure.of([a.cached for a in answers], "cached", "tokens", **case),
+            report.Figure.of([answer.first_s for answer in answers], "first token", "s", **case),
+            report.Figure.of([answer.cached for answer in answers], "cached", "tokens", **case),
         ]
-        if decode:
-            made.append(report.Figure.of(decode, "decode", "tokens/s", **case))
     return made
 
 
 @contextlib.contextmanager
 def server(model: Path, settings: Settings, log: Path, plan: Plan, token_bytes: int, mode: str) -> Iterator[str]:
-    """Start a stock server with our plugin in a mode, LMCache saving beside it where a way needs that; yield its URL."""
+    """Start a stock server with our plugin in a mode, LMCache saving beside it; yield its URL."""
     from lmcache_cartridge.serve.launch import plan as launch_plan
     from lmcache_cartridge.serve.processes import ServerProcess
 
     longest, largest = max(plan.positions) + QUESTION + ANSWER, max(plan.concurrency)
     saving = "mp-l1" if mode == "multiprocess" else "localcpu"
     saved = sum(p * max([c for c in plan.concurrency if plan.samples(saving, p, c)] or [1]) for p in plan.positions)
-    l1_tokens = 2 * saved * (saving in plan.ways) + (8 * longest if mode == "multiprocess" else 0)
+    l1_tokens = 2 * saved + (8 * longest if mode == "multiprocess" else 0)
     arguments = [
         "--max-model-len", str(longest + 64), "--enforce-eager", "--dtype", "bfloat16",
         "--kv-cache-memory-bytes", str((largest + 2) * (longest + 256) * token_bytes),
     ]  # fmt: skip
     launch = launch_plan(
-        str(model), settings, vllm_args=arguments, mode=mode, saves=saving in plan.ways,
-        l1_bytes=l1_tokens and (256 << 20) + l1_tokens * token_bytes,
+        str(model), settings, vllm_args=arguments, mode=mode, saves=True,
+        l1_bytes=(256 << 20) + l1_tokens * token_bytes,
     )  # fmt: skip
     told = {"HF_HUB_OFFLINE": "1", "VLLM_SERVER_DEV_MODE": "1"}  # the latter for /reset_prefix_cache
     launch = launch._replace(environment=launch.environment | told)
@@ -364,11 +352,10 @@ def server(model: Path, settings: Settings, log: Path, plan: Plan, token_bytes: 
 
 def make_plan(options: Any) -> Plan:
     """Return what is asked for."""
-    ways = options.ways or list(WAYS)
     if options.smoke:
-        return Plan([256], [1, 2], ways, 2, False)
+        return Plan([256], [1, 2], 2, False)
     positions = options.positions or [256, 1024, 4096, 16_384] + ([32_768] if options.full else [])
-    return Plan(positions, options.concurrency, ways, options.repeat or (15 if options.full else 5), options.full)
+    return Plan(positions, options.concurrency, options.repeat or (15 if options.full else 5), options.full)
 
 
 def prepare(plan: Plan, shape: Shape, model: Path, settings: Settings, scratch: Path) -> dict[str, Path]:
@@ -389,19 +376,11 @@ def numbers(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
 
 
-def ways(text: str) -> list[str]:
-    """Parse names of ways."""
-    if unknown := set(text.split(",")) - WAYS.keys():
-        raise ValueError(unknown)
-    return text.split(",")
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the benchmark."""
     bench = report.Benchmark(__file__, __doc__, MEASURES)
     bench.parser.add_argument("--positions", type=numbers, help="values of p, multiples of 256")
     bench.parser.add_argument("--concurrency", type=numbers, default=[1, 4, 16])
-    bench.parser.add_argument("--ways", type=ways, help=",".join(WAYS))
     bench.parser.add_argument("--repeat", type=int, help="samples of each way but dense")
     options = bench.start(arguments)
     plan, shape = make_plan(options), TINY if options.smoke else SHAPES["Qwen2.5-0.5B"]
@@ -418,11 +397,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )  # fmt: skip
         payloads, askers = prepare(plan, shape, model, settings, scratch), {}
         for mode in ("in-process", "multiprocess"):
-            beside = mode == "multiprocess"
-            if any(WAYS[way].is_multiprocess is beside for way in plan.ways):
-                report.say(f"starting vLLM, {mode}")
-                url = stack.enter_context(server(model, settings, scratch / mode, plan, shape.token_bytes, mode))
-                askers[beside] = Asker(url, model, shape.vocabulary, payloads)
+            report.say(f"starting vLLM, {mode}")
+            url = stack.enter_context(server(model, settings, scratch / mode, plan, shape.token_bytes, mode))
+            askers[mode == "multiprocess"] = Asker(url, model, shape.vocabulary, payloads)
         samples = measure(askers, plan)
     bench.publish(figures(samples))
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import ttft
 
-A = ttft.Answer(0.1, 0.2, 16, 1024, None)
+A = ttft.Answer(0.1, 1024, None)
 
 
 def _sample(way: str, **changes: Any) -> ttft.Sample:
@@ -20,7 +20,7 @@ def _sample(way: str, **changes: Any) -> ttft.Sample:
     answer = A._replace(cached=cached, injected=injected)
     other = answer._replace(**{name: changes.pop(name) for name in ("cached", "injected") if name in changes})
     resident = (0 if ttft.WAYS[way].is_cold else 4, 4) if ttft.WAYS[way].source == "cartridge" else None
-    return ttft.Sample(way, 1024, 2, 0.3, [answer, other], vllm, connector, resident)._replace(**changes)
+    return ttft.Sample(way, 1024, 2, [answer, other], vllm, connector, resident)._replace(**changes)
 
 
 @pytest.mark.parametrize("way", ttft.WAYS)
@@ -45,14 +45,13 @@ class Lying:
     """A server that computes every prompt, whatever it is asked."""
 
     def sample(self, way: str, p: int, c: int) -> ttft.Sample:
-        return ttft.Sample(way, p, c, 0.3, [A._replace(cached=0)] * c, 0, 0, None)
+        return ttft.Sample(way, p, c, [A._replace(cached=0)] * c, 0, 0, None)
 
 
 def test_nothing_is_published_of_a_server_that_computes_everything(monkeypatch):
     monkeypatch.setattr(ttft, "SETTLE_S", 0.0)
-    plan = ttft.Plan([256], [1], ["dense", "prefix"], 1, False)
     with pytest.raises(ttft.NotThisWay):
-        ttft.measure({False: Lying()}, plan)  # type: ignore[dict-item]
+        ttft.measure(dict.fromkeys((False, True), Lying()), ttft.Plan([256], [1], 1, False))  # type: ignore[dict-item]
 
 
 def test_a_figure_says_what_was_cached():
