@@ -57,7 +57,7 @@ class FleetConfig(BaseModel):
     naming: Naming = EXPLICIT
     """The servers' own settings that give requests cartridges, and `models`, the names that are served."""
     names_ttl_s: _Seconds = 60.0
-    """How long the tokens of a name are used before a server is asked again, meanwhile with those that are known."""
+    """How long the tokens of a name are used before a server is asked again."""
     poll_s: _Seconds = 1.0
     """How often a server's health, load and models are asked for."""
     verify_s: _Seconds = 5.0

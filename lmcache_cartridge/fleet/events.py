@@ -15,7 +15,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from .index import AllBlocksCleared, Index, MalformedEvent, Source, read_event
+from .index import Index, MalformedEvent, Source, read_event
 
 logger = logging.getLogger("lmcache_cartridge.fleet")
 
@@ -32,14 +32,8 @@ _batch = msgspec.msgpack.Decoder(_Batch)
 
 
 class Counts(msgspec.Struct):
-    """What is counted of one engine's events."""
+    """What is counted of one server's events."""
 
-    batches: int = 0
-    """Batches taken in."""
-    gaps: int = 0
-    """Times that a batch did not have the number after the last one's."""
-    restarts: int = 0
-    """Times that another process was found in the server's place."""
     lost: int = 0
     """Times that batches were gone for good, so that what the server holds is known in part only."""
     malformed: int = 0
@@ -57,16 +51,12 @@ class Follower:
         self.counts = counts or Counts()
         self.known = False
         """Whether what was published before is in the index, as far as it can be had."""
-        self.whole = False
-        """Whether nothing of it is missing."""
         self.index, self._source, self._name = index, source, name
         self._events, self._replay = events, replay
         self._timeout_ms, self._verify_s = int(timeout_s * 1000), verify_s
         self._last, self._told_s = -1, 0.0
-        """The number of the last batch, and when it was published: an earlier one that is younger is of another process."""
-        self._checked = -1, 0.0
-        """Number and time of the last batch that was compared with the server's buffer. By it another process is told: its
-        batch of this number is of another time, or is not there."""
+        """The number of the last batch, and when it was published. By these another process in the server's place is told:
+        it has none of this number, or of another time."""
 
     async def follow(self) -> None:
         """Follow until cancelled; what was told is forgotten then."""
@@ -92,37 +82,43 @@ class Follower:
         number, batch = int.from_bytes(frames[1], "big"), self._read(frames[2])
         if number == self._last + 1:
             self._apply(number, batch)
-        elif number > self._last or batch.ts > self._told_s:
-            if self.known and number > self._last:
-                self.counts.gaps += 1
-                logger.warning("%s: batches %d to %d are missing", self._name, self._last + 1, number - 1)
-            if not await self._catch_up():
-                self._forget()
-            elif number > self._last:  # its buffer may not have this one yet
-                if number != self._last + 1:
-                    self._lose(number)
-                self._apply(number, batch)
+        elif (number > self._last or batch.ts > self._told_s) and not await self._catch_up():
+            self._forget()
 
     async def _catch_up(self) -> bool:
-        """Take in what was published and did not come, from the server's buffer; False if nobody answers."""
-        is_end, checked = False, None
-        while not is_end and checked != self._checked:  # vLLM's ROUTER drops what exceeds 1,000 messages of a burst
-            checked = self._checked
+        """Take in what was published and did not come, from the server's buffer; False if nobody answers.
+
+        Where the last batch is not there as it came, what was told before is forgotten, and all that there is taken in.
+        """
+        while True:
             batches, is_end = await self._ask()
             if not (batches or is_end):
                 return False
-            is_end &= await self._take_in(batches)
-        if not self.known:
-            logger.info("%s: %d batches replayed", self._name, self._last + 1)
-        self.known = True
-        return True
+            if self._last >= 0 and [(n, self._read(one).ts) for n, one in batches[:1]] != [(self._last, self._told_s)]:
+                logger.warning("%s: it was restarted, or keeps too few batches; what it told is forgotten", self._name)
+                self._forget()
+                continue
+            before = self._last
+            if batches and before < 0 < batches[0][0]:
+                self._lose(batches[0][0])
+            for number, payload in batches:
+                if number > self._last + 1:
+                    is_end = False  # vLLM's ROUTER drops what exceeds 1,000 messages of a burst
+                    break
+                if number == self._last + 1:
+                    self._apply(number, self._read(payload))
+                    await asyncio.sleep(0)
+            if is_end or self._last == before:
+                if not self.known:
+                    logger.info("%s: %d batches replayed", self._name, self._last + 1)
+                self.known = True
+                return True
 
     async def _ask(self) -> tuple[list[tuple[int, bytes]], bool]:
-        """Return the batches that come, from the last one checked on, and whether they are at an end; nothing if nobody
-        answers."""
+        """Return the batches from the last one on, and whether they are at an end; nothing if nobody answers."""
         found: list[tuple[int, bytes]] = []
         with _socket(zmq.DEALER, self._replay) as socket:
-            await socket.send_multipart([b"", max(self._checked[0], 0).to_bytes(8, "big")])
+            await socket.send_multipart([b"", max(self._last, 0).to_bytes(8, "big")])
             while await socket.poll(self._timeout_ms):
                 frames = await socket.recv_multipart()
                 if len(frames) != 4 or len(frames[2]) != 8:
@@ -133,36 +129,9 @@ class Follower:
                 found.append((int.from_bytes(frames[2], "big"), frames[3]))
         return found, False
 
-    async def _take_in(self, batches: list[tuple[int, bytes]]) -> bool:
-        """Take in batches from the last one checked on; False where others have to be asked for.
-
-        Finds another process in the server's place, and clears what the one before it told.
-        """
-        first, is_end = batches[0][0] if batches else -1, True
-        number, told_s = self._checked
-        if number >= 0 and (first != number or self._read(batches[0][1]).ts != told_s):
-            if first <= number:  # else its buffer does not reach back
-                self.counts.restarts += 1
-                logger.warning("%s: it was restarted; what it told before is forgotten", self._name)
-            self._forget()
-            return False  # all that it has, then
-        if self._last < 0 < first:
-            self._lose(first)
-        self.whole |= not batches
-        for number, payload in batches:
-            if number > self._last + 1:
-                is_end = False
-                break
-            if number == self._last + 1:
-                self._apply(number, self._read(payload))
-                await asyncio.sleep(0)
-        self._checked = self._last, self._told_s
-        return is_end
-
     def _lose(self, number: int) -> None:
-        """Go on from a batch whose predecessors cannot be had."""
-        self._forget()
-        self._last, self.known = number - 1, True
+        """Begin with a batch whose predecessors cannot be had."""
+        self._last = number - 1
         self.counts.lost += 1
         logger.warning(
             "%s: the batches before %d are gone; which blocks it holds is known in part until it clears them. A "
@@ -171,7 +140,7 @@ class Follower:
 
     def _forget(self) -> None:
         self.index.clear(self._source)
-        self._last, self._checked, self.known, self.whole = -1, (-1, 0.0), False, False
+        self._last, self.known = -1, False
 
     def _read(self, payload: bytes) -> _Batch:
         try:
@@ -181,16 +150,10 @@ class Follower:
             return _Batch(0.0, [])
 
     def _apply(self, number: int, batch: _Batch) -> None:
-        self.whole |= number == 0
         self._last, self._told_s = number, batch.ts
-        if self._checked[0] < 0:
-            self._checked = number, batch.ts
-        self.counts.batches += 1
         for packed in batch.events:
             try:
-                event = read_event(packed)
-                self.index.apply(self._source, event)
-                self.whole |= isinstance(event, AllBlocksCleared)
+                self.index.apply(self._source, read_event(packed))
             except MalformedEvent as error:
                 self.counts.malformed += 1
                 logger.warning("%s: batch %d: %s", self._name, number, error)

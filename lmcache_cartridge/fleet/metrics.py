@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from .events import Counts
 from .index import TIERS, Index
 
 if TYPE_CHECKING:
     from .pods import Pod
 
 PREFIX = "lmcache_cartridge_fleet_"
-_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.05, 0.1, 0.5, 2.0)
 _OF_PODS: dict[str, tuple[Any, str, Callable[[Pod], float]]] = {
     "healthy": (GaugeMetricFamily, "Whether a server can be picked.", lambda pod: pod.problem is None),
-    "waiting": (GaugeMetricFamily, "Requests that wait at a server, as it told last.", lambda pod: pod.waiting),
     "known": (GaugeMetricFamily, "Whether a server's past events are in the index.", lambda pod: pod.is_known),
-    "whole": (GaugeMetricFamily, "Whether none of them is missing.", lambda pod: pod.is_whole),
-} | {
-    f"event_{name}": (CounterMetricFamily, f"Of a server's events: {name}.", attrgetter(f"counts.{name}"))
-    for name in Counts.__struct_fields__
-}
+    "event_lost": (CounterMetricFamily, "Times that a server's events were gone for good.", lambda pod: pod.counts.lost),
+    "event_malformed": (CounterMetricFamily, "A server's events that could not be read.", lambda pod: pod.counts.malformed),
+}  # fmt: skip
 
 
 class Metrics:
@@ -39,7 +33,6 @@ class Metrics:
         self.picks = Counter(PREFIX + "picks", "Requests, by the server picked and how.", ["pod", "by"], **of)
         self.asked = Counter(PREFIX + "asked_tokens", "Tokens looked for in picks.", **of)
         self.hit = Counter(PREFIX + "hit_tokens", "Those of them that the picked server had.", **of)
-        self.seconds = Histogram(PREFIX + "seconds", "Time of a score or pick.", ["of"], buckets=_SECONDS, **of)
 
     def collect(self) -> Iterator[Metric]:
         """Return all series of the servers."""

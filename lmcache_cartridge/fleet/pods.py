@@ -51,11 +51,6 @@ class Pod:
         """Whether what it told before the service was started is in the index, as far as it can be had."""
         return bool(self.followers) and all(follower.known for follower in self.followers.values())
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether nothing is missing there."""
-        return bool(self.followers) and all(follower.whole for follower in self.followers.values())
-
     def adapter(self, model: str | None) -> str | None:
         """Return `model` where it is the name of a LoRA adapter, whose blocks are its own."""
         parent = self.models.get(model or "")

@@ -92,21 +92,20 @@ class Fleet:
         Its cartridges are looked for, and its prompt behind them where that is token ids. Raises `NoTokens` where there is
         neither, `NoPod`, and `NotReplayed` where no server's past events were replayed yet.
         """
-        with self.metrics.seconds.labels("score").time():
-            fields = _fields(body)
-            able, left_out = self._able(fields)
-            if not any(pod.is_known for pod in able):
-                raise NotReplayed("no server's past events are replayed yet, or they publish none; ask later")
-            tokens = await self._named(fields, headers, able)
-            prompt = fields.get("prompt")
-            try:
-                ids = [*tokens.ids, *(prompt if isinstance(prompt, list) else ())]
-                tokens = Tokens(ids, tokens.adapter or able[0].adapter(fields.get("model")))
-            except (TypeError, OverflowError):
-                raise NoTokens("`prompt` is text, of which nothing is looked for, or a list of token ids") from None
-            if not ids:
-                raise NoTokens("name cartridges, or give token ids as `prompt`")
-            found = self._scored(tokens, able)
+        fields = _fields(body)
+        able, left_out = self._able(fields)
+        if not any(pod.is_known for pod in able):
+            raise NotReplayed("no server's past events are replayed yet, or they publish none; ask later")
+        tokens = await self._named(fields, headers, able)
+        prompt = fields.get("prompt")
+        try:
+            ids = [*tokens.ids, *(prompt if isinstance(prompt, list) else ())]
+            tokens = Tokens(ids, tokens.adapter or able[0].adapter(fields.get("model")))
+        except (TypeError, OverflowError):
+            raise NoTokens("`prompt` is text, of which nothing is looked for, or a list of token ids") from None
+        if not ids:
+            raise NoTokens("name cartridges, or give token ids as `prompt`")
+        found = self._scored(tokens, able)
         return {
             "scores": {name: one.total for name, one in found.items()},
             "receipt": self._receipt(found, tokens, left_out),
@@ -116,20 +115,19 @@ class Fleet:
         """Return the server for a request as it came, `headers` with names in lower case.
 
         Its cartridges are looked for, its prompt is not; a request without any goes by load. Waits for a server only where
-        what the cartridges are was never asked. Raises `NoPod` without a healthy server.
+        what the cartridges are was not asked for a while. Raises `NoPod` without a healthy server.
         """
-        with self.metrics.seconds.labels("pick").time():
-            fields = _fields(body)
-            able, left_out = self._able(fields)
-            problem, tokens = {}, Tokens([])
-            try:
-                tokens = await self._named(fields, headers, able)
-            except NoTokens as error:
-                problem = {"problem": str(error)}
-            found, key = self._scored(tokens, able), self._key(fields, headers)
-            holders = {name: one for name, one in found.items() if one.share >= HELD or not key}
-            name = best(holders) if holders else owner(key, found)
-            by = "score" if holders else "owner"
+        fields = _fields(body)
+        able, left_out = self._able(fields)
+        problem, tokens = {}, Tokens([])
+        try:
+            tokens = await self._named(fields, headers, able)
+        except NoTokens as error:
+            problem = {"problem": str(error)}
+        found, key = self._scored(tokens, able), self._key(fields, headers)
+        holders = {name: one for name, one in found.items() if one.share >= HELD or not key}
+        name = best(holders) if holders else owner(key, found)
+        by = "score" if holders else "owner"
         self.metrics.picks.labels(name, by).inc()
         self.metrics.asked.inc(len(tokens.ids))
         self.metrics.hit.inc(found[name].share * len(tokens.ids))

@@ -207,7 +207,7 @@ async def test_blocks_of_an_adapter_are_its_own(start):
         assert (await fleet.pick({"model": model, "cartridges": ["a"]}))[0] == name
 
 
-async def test_a_name_is_asked_for_again_and_meanwhile_means_what_it_meant(start):
+async def test_a_name_is_asked_for_once_by_all_who_wait_and_again_when_it_is_old(start):
     fleet = await start(1, names_ttl_s=0.001)
     (pod,) = fleet.pods.values()
     many = await asyncio.gather(*[fleet.pick({"cartridges": ["a"]}) for _ in range(20)])
@@ -215,12 +215,9 @@ async def test_a_name_is_asked_for_again_and_meanwhile_means_what_it_meant(start
     assert len(pod.rendered) == 1, "once for all who wait"
     pod.status = 500
     await asyncio.sleep(0.01)
-    for _ in range(3):
-        assert (await fleet.pick({"cartridges": ["a"]}))[1]["tokens"] == 128
-    assert (await fleet.pick({"cartridges": ["b"]}))[1]["problem"].startswith("no server answers")
-    pod.status, before = 200, len(pod.rendered)
-    await fleet.pick({"cartridges": ["a"]})
-    await seen(lambda: len(pod.rendered) > before)
+    assert (await fleet.pick({"cartridges": ["a"]}))[1]["problem"].startswith("no server answers")
+    pod.status = 200
+    assert (await fleet.pick({"cartridges": ["a"]}))[1]["tokens"] == 128
 
 
 async def test_errors_say_what_is_wrong(start):
@@ -266,8 +263,8 @@ async def test_metrics_say_what_was_done(start):
     text = await (await fleet.client.get("/metrics")).text()
     for line in (
         'index_blocks{pod="engine-1",tier="gpu"} 8.0', 'picks_total{by="score",pod="engine-1"} 1.0',
-        "asked_tokens_total 256.0", "hit_tokens_total 128.0", 'event_batches_total{pod="engine-1"} 1.0',
-        'whole{pod="engine-0"} 1.0', 'seconds_count{of="pick"} 2.0',
+        "asked_tokens_total 256.0", "hit_tokens_total 128.0", 'event_lost_total{pod="engine-1"} 0.0',
+        'known{pod="engine-0"} 1.0',
     ):  # fmt: skip
         assert f"lmcache_cartridge_fleet_{line}\n" in text, text
     assert (await fleet.client.get("/health")).status == 200
