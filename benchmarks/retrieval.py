@@ -1,18 +1,19 @@
 """Chunks through the plugin as LMCache calls it, beside LMCache's own backends and the limits of the machine.
 
-    python benchmarks/retrieval.py [--full]
+    python benchmarks/retrieval.py [--case Qwen2.5-7B:256]
 
 What is timed is what LMCache does with a backend in one retrieval: `batched_contains` with a pin, `batched_get_blocking`,
 then a release and an unpin for each chunk. Tiers and their rivals, on the same chunks:
 
-  cpu    resident in our cpu tier           LMCache LocalCPU
-  disk   in a directory, verified           LMCache LocalDisk, which verifies nothing; `preadv` and `aiofiles` into reused memory
+  cpu    resident in our cpu tier           LMCache LocalCPU; copying the same bytes once (memcpy)
+  disk   in a directory, verified           LMCache LocalDisk, LMCache's file system connector (neither verifies); `preadv`
+                                            and `aiofiles` into reused memory, and `preadv` with checksums
 
 Cold means that the files' pages were dropped from the page cache (fsync, then POSIX_FADV_DONTNEED; mincore proves it)
 and, for ours, that the chunks were evicted from memory. Cached means that the page cache has the files, which
 takes the disk out of the comparison. Every contender has four threads, memory aligned as ours and written
-to before, and runs in turn with the others, by one caller, as LMCache has one. A retrieval that finds fewer chunks than there
-are ends the run.
+to before, and runs in turn with the others, by one caller, or by c at once. A retrieval that finds fewer chunks than there are
+ends the run.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -34,6 +35,7 @@ from typing import Any, NamedTuple
 import aiofiles
 import numpy as np
 import report
+from blake3 import blake3
 from sizes import SHAPES, TINY, Shape
 from waiting import until
 
@@ -42,8 +44,11 @@ from lmcache_cartridge.settings import Settings, from_mapping
 
 MEASURES = ["artifact", "library", "sources", "memory", "engine/backend.py"]
 THREADS = 4
+CONCURRENCY = (1, 4, 16)
 CPU_LOOPS = 20
 """Retrievals in one sample of the cpu tier, which takes microseconds."""
+PAYLOAD_BYTES = 512 << 20
+"""Of the chunks in a case."""
 
 
 class Case(NamedTuple):
@@ -64,9 +69,6 @@ class Case(NamedTuple):
         return self.chunks * self.chunk_bytes
 
 
-CASE = Case(SHAPES["Qwen2.5-1.5B"], 256, 64)
-
-
 class Scene(NamedTuple):
     """A case set up: LMCache's engine with our plugin, LMCache's own backends, and the files of them all."""
 
@@ -75,10 +77,16 @@ class Scene(NamedTuple):
     digest: str
     payload: Path
     manifest: Manifest
-    cpu: Any
-    disk: Any
-    disk_files: Path
+    rivals: dict[str, Any]
+    rival_files: Path
     keys: list[Any]
+
+
+def case_of(text: str) -> Case:
+    """Return the case `MODEL:CHUNK`."""
+    name, _, tokens = text.rpartition(":")
+    shape = SHAPES[name]
+    return Case(shape, int(tokens), max(1, min(64, PAYLOAD_BYTES // (int(tokens) * shape.token_bytes))))
 
 
 def finite_bytes(count: int) -> bytes:
@@ -118,60 +126,70 @@ def scene(case: Case, scratch: Path) -> Iterator[Scene]:
     ids = np.random.default_rng(1).integers(0, fingerprint.vocab_size, positions)
     manifest = report.write_artifact(root, fingerprint, ids, case.chunk_tokens, finite_bytes(case.chunk_bytes))
     registry.register(root)
-    disk_files = scratch / "disk"
+    rival_files = scratch / "rivals"
     with lmcache_engine(lm, config, EngineWriteConnector()) as engine, torch.inference_mode():
         keys = [
             key for _, _, key in engine.token_database.process_tokens(tokens=load_token_ids(manifest, root).tolist())
         ]
-        with own_backends(settings, case, metadata, disk_files, keys) as (cpu, disk):
+        with own_backends(settings, case, metadata, rival_files, keys) as rivals:
             yield Scene(
-                case, plugin(engine), manifest.digest, root / manifest.payload.file, manifest, cpu, disk, disk_files, keys
+                case, plugin(engine), manifest.digest, root / manifest.payload.file, manifest, rivals, rival_files,
+                keys,
             )  # fmt: skip
         plugin(engine).close()
 
 
 @contextlib.contextmanager
-def own_backends(
-    settings: Settings, case: Case, metadata: Any, files: Path, keys: list[Any]
-) -> Iterator[tuple[Any, Any]]:
-    """Build LMCache's LocalCPU and LocalDisk backends, holding a chunk under each key."""
+def own_backends(settings: Settings, case: Case, metadata: Any, files: Path, keys: list[Any]) -> Iterator[dict]:
+    """Build LMCache's LocalCPU, LocalDisk and file system backends, holding a chunk under each key."""
     import torch
     from blocks import quietly
     from inprocess import lmcache_config
     from lmcache.v1.memory_management import MemoryFormat
     from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
     from lmcache.v1.storage_backend.local_disk_backend import LocalDiskBackend
+    from lmcache.v1.storage_backend.remote_backend import RemoteBackend
 
-    files.mkdir()
+    for name in ("disk", "fs"):
+        (files / name).mkdir(parents=True)
     pool_gb = (2 * case.size_bytes + (64 << 20)) / 2**30
-    config = lmcache_config(
-        settings, case.chunk_tokens, local_cpu=True, max_local_cpu_size=pool_gb, local_disk=f"{files}/",
-        max_local_disk_size=4 * pool_gb, extra={"disk_io_threads": THREADS},
-    )  # fmt: skip
-    loop = asyncio.new_event_loop()
+
+    def configured(place: str, **extra: bool) -> Any:
+        return lmcache_config(
+            settings, case.chunk_tokens, local_cpu=True, max_local_cpu_size=pool_gb, local_disk=f"{files}/disk/",
+            max_local_disk_size=4 * pool_gb, remote_storage_plugins=["fs"],
+            extra={"remote_storage_plugin.fs.base_path": str(files / place), "disk_io_threads": THREADS} | extra,
+        )  # fmt: skip
+
+    config = configured("fs")
+    loop, files_pool = asyncio.new_event_loop(), ThreadPoolExecutor(THREADS)
+    loop.set_default_executor(files_pool)
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     with quietly():
         cpu = LocalCPUBackend(config, metadata, "cpu")
         disk = LocalDiskBackend(config, loop, cpu, "cpu", None, metadata)
+        fs = RemoteBackend(config, metadata, loop, cpu, "cpu", plugin_name="fs")
     data = torch.frombuffer(bytearray(finite_bytes(case.chunk_bytes)), dtype=torch.uint8)
     shape = torch.Size([2, case.shape.layers, case.chunk_tokens, case.shape.kv_heads * case.shape.head_size])
     for key in keys:
         chunk = cpu.allocate(shape, torch.bfloat16, MemoryFormat.KV_2LTD)
         chunk.raw_data[: case.chunk_bytes].copy_(data)
-        for backend in (cpu, disk):
+        for backend in (cpu, disk, fs):
             backend.batched_submit_put_task([key], [chunk])
         chunk.ref_count_down()
-    until(lambda: disk.batched_contains(keys) == len(keys), timeout_s=300)
-    until(lambda: not any(map(disk.exists_in_put_tasks, keys)), timeout_s=300)
+    for backend in (disk, fs):
+        until(lambda backend=backend: backend.batched_contains(keys) == len(keys), timeout_s=300)
+        until(lambda backend=backend: not any(map(backend.exists_in_put_tasks, keys)), timeout_s=300)
     try:
-        yield cpu, disk
+        yield {"LMCache LocalCPU": cpu, "LMCache LocalDisk": disk, "LMCache FS": fs}
     finally:
-        for backend in (disk, cpu):
+        for backend in (fs, disk, cpu):
             with contextlib.suppress(Exception):
                 backend.close()
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
+        files_pool.shutdown()
         loop.close()
 
 
@@ -185,6 +203,36 @@ def retrieve(backend: Any, keys: Sequence[Any]) -> None:
         chunk.ref_count_down()
     for key in keys:
         backend.unpin(key)
+
+
+def runs(items: Sequence[Any], count: int) -> list[Sequence[Any]]:
+    """Cut into up to `count` runs of nearly equal length."""
+    count = min(count, len(items))
+    cuts = [len(items) * i // count for i in range(count + 1)]
+    return [items[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+
+
+def at_once(work: Callable[[Any], None], parts: Sequence[Any]) -> float:
+    """Return the seconds that a thread for each part takes, all started together."""
+    if len(parts) == 1:
+        return report.timed(lambda: work(parts[0]))
+    start, errors = threading.Barrier(len(parts) + 1), []
+
+    def run(part: Any) -> None:
+        start.wait()
+        try:
+            work(part)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(part,)) for part in parts]
+    for thread in threads:
+        thread.start()
+    start.wait()
+    took = report.timed(lambda: [thread.join() for thread in threads])
+    if errors:
+        raise errors[0]
+    return took
 
 
 def drop(files: Sequence[Path]) -> None:
@@ -216,16 +264,26 @@ def cached_share(path: Path) -> float:
     return float((pages & 1).mean())
 
 
+def warm(files: Sequence[Path]) -> None:
+    """Bring files into the page cache."""
+    buffer = bytearray(8 << 20)
+    for path in files:
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+
+
 class Limit:
     """The payload's chunks into one reused buffer by `THREADS` threads, without the plugin."""
 
     def __init__(self, scene: Scene) -> None:
         self._start, self._path, self._case = scene.manifest.payload.data_offset_bytes, scene.payload, scene.case
         self._buffer = written(scene.case.size_bytes)
+        self._head_bytes = scene.manifest.head_bytes(0)
         self._pool = ThreadPoolExecutor(THREADS)
 
-    def preadv(self) -> None:
-        """Read by `preadv`."""
+    def preadv(self, *, verified: bool = False) -> None:
+        """Read by `preadv`, and take each head's checksum where it is to be `verified`."""
 
         def read(chunk: int) -> None:
             place, at = self._place(chunk)
@@ -236,6 +294,8 @@ class Limit:
                     done += os.preadv(descriptor, [place[done:]], at + done)
             finally:
                 os.close(descriptor)
+            for head in range(0, len(place) if verified else 0, self._head_bytes):
+                blake3(place[head : head + self._head_bytes]).digest()
 
         list(self._pool.map(read, range(self._case.chunks)))
 
@@ -274,49 +334,62 @@ def written(size_bytes: int) -> memoryview:
 
 
 def measure_cpu(at: Scene, repeat: int) -> list[report.Figure]:
-    """Return the figures of each contender with everything in memory."""
+    """Return the figures of each contender and concurrency with everything in memory."""
+    rows = []
+    source, target = np.ones(at.case.size_bytes, np.uint8), np.empty(at.case.size_bytes, np.uint8)
     retrieve(at.plugin, at.keys)
+    for c in CONCURRENCY:
+        parts = runs(at.keys, c)
 
-    def sample(backend: Any) -> float:
-        took_s = report.timed(lambda: [retrieve(backend, at.keys) for _ in range(CPU_LOOPS)]) / CPU_LOOPS
-        if backend is at.cpu:
-            backend.touch_cache()
-        return took_s
+        def loops(backend: Any, parts: Any = parts) -> float:
+            def work(keys: Any) -> None:
+                for _ in range(CPU_LOOPS):
+                    retrieve(backend, keys)
 
-    contenders = {"cartridge": at.plugin, "LMCache LocalCPU": at.cpu}
-    return make_figures(
-        at.case, "cpu", report.in_turns({name: partial(sample, one) for name, one in contenders.items()}, repeat)
-    )
+            took = at_once(work, parts) / CPU_LOOPS
+            if hasattr(backend, "keys_in_request"):
+                backend.touch_cache()
+            return took
+
+        samples = report.in_turns(
+            {
+                "cartridge": lambda loops=loops: loops(at.plugin),
+                "LMCache LocalCPU": lambda loops=loops: loops(at.rivals["LMCache LocalCPU"]),
+                "memcpy of the bytes": lambda: report.timed(lambda: np.copyto(target, source)),
+            },
+            repeat,
+        )
+        rows += make_figures(at.case, "cpu", c, samples)
+    return rows
 
 
 def measure_disk(at: Scene, repeat: int, cold: bool) -> list[report.Figure]:
     """Return the figures of each contender with the chunks in files, in the page cache or not."""
     limit = Limit(at)
-    saved = sorted(at.disk_files.rglob("*.pt"))
-    assert saved, "LMCache has no files"
-    reads = {
-        "cartridge": partial(retrieve, at.plugin, at.keys), "LMCache LocalDisk": partial(retrieve, at.disk, at.keys),
-        "preadv": limit.preadv, "aiofiles": limit.aiofiles,
+    files = {
+        "cartridge": [at.payload],
+        "LMCache LocalDisk": sorted((at.rival_files / "disk").rglob("*.pt")),
+        "LMCache FS": sorted((at.rival_files / "fs").rglob("*.data")),
+    }
+    assert all(files.values()), "no files of some backend"
+    backends = {"cartridge": at.plugin} | {name: at.rivals[name] for name in list(files)[1:]}
+    reads = {name: partial(retrieve, backend, at.keys) for name, backend in backends.items()} | {
+        "preadv": limit.preadv, "preadv, verified": partial(limit.preadv, verified=True), "aiofiles": limit.aiofiles,
     }  # fmt: skip
 
     def sample(name: str) -> float:
         at.plugin.store.evict(at.digest)
-        files = saved if name == "LMCache LocalDisk" else [at.payload]
-        if cold:
-            drop(files)
-        else:
-            for path in files:
-                path.read_bytes()
+        (drop if cold else warm)(files.get(name, files["cartridge"]))
         return report.timed(reads[name])
 
     samples = report.in_turns({name: partial(sample, name) for name in reads}, repeat)
     limit.close()
-    return make_figures(at.case, "disk cold" if cold else "disk cached", samples)
+    return make_figures(at.case, "disk cold" if cold else "disk cached", 1, samples)
 
 
-def make_figures(case: Case, tier: str, samples: dict[str, list[float]]) -> list[report.Figure]:
+def make_figures(case: Case, tier: str, c: int, samples: dict[str, list[float]]) -> list[report.Figure]:
     """Return the rate of each contender."""
-    about = {"model": case.shape.name, "chunk": case.chunk_tokens, "tier": tier}
+    about = {"model": case.shape.name, "chunk": case.chunk_tokens, "tier": tier, "c": c}
     return [
         report.Figure.of([case.size_bytes / s for s in seconds], "rate", "bytes/s", contender=name, **about)
         for name, seconds in samples.items()
@@ -326,9 +399,10 @@ def make_figures(case: Case, tier: str, samples: dict[str, list[float]]) -> list
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the benchmark."""
     bench = report.Benchmark(__file__, __doc__, MEASURES)
+    bench.parser.add_argument("--case", type=case_of, default="Qwen2.5-1.5B:256", help="MODEL:CHUNK (%(default)s)")
     options = bench.start(arguments)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    case, repeat = (Case(TINY, 64, 8), 1) if options.smoke else (CASE, 11 if options.full else 5)
+    case, repeat = (Case(TINY, 64, 8), 1) if options.smoke else (options.case, 11 if options.full else 5)
     with tempfile.TemporaryDirectory(prefix="cartridge-retrieval-") as scratch, scene(case, Path(scratch)) as at:
         figures = measure_cpu(at, repeat)
         for cold in (True, False):
