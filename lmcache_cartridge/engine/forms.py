@@ -11,14 +11,14 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import yaml
+from pydantic import BaseModel, Field, ValidationError
 
 from ..artifact.files import replace
-from ..artifact.location import SCHEME, is_remote, parse
-from ..artifact.manifest import check_id
-from ..errors import CartridgeError, SettingsError
+from ..artifact.location import SCHEME, is_remote
+from ..errors import SettingsError
 from ..settings import Settings, from_mapping
 from .contract import CONTROL, REQUEST_API
 from .lmcache_file import CLASS, EXTRA_VARIABLE, MODULE, VARIABLE, lmcache_yaml, yaml_path
@@ -27,13 +27,33 @@ EXTRA = "kv_connector_extra_config"
 SKIP_SAVING = "LMCACHE_FORCE_SKIP_SAVE"
 """LMCache's variable by which it saves nothing in-process, whatever `kv_role` says."""
 _SETTING = "cartridge."
-_NO_SETTING = (CONTROL, REQUEST_API)
-_FORMS = ("cartridge_path", "cartridges", "router")
-_TYPES = ("explicit", "label", "static", "composite")
 _CHUNK_TOKENS = 256
 """LMCache's default too; its own key `lmcache.chunk_size` holds over it."""
 _SAY_NOTHING = ("LMCACHE_CONFIG_FILE", "LMCACHE_CHUNK_SIZE", "LMCACHE_TRACK_USAGE", "LMCACHE_LOG_LEVEL", SKIP_SAVING)
 """LMCache's variables that name no place to save in."""
+
+
+class _Named(BaseModel, extra="forbid"):
+    cartridge_id: str
+    path: str
+
+
+class _Router(BaseModel, extra="forbid"):
+    type: Literal["explicit", "label", "static", "composite"]
+    field: str | None = None
+    cartridge_id: str | None = None
+    composites: dict[str, list[str]] = {}
+
+
+class _Forms(BaseModel):
+    cartridge_path: str | None = None
+    cartridges: Annotated[dict[str, str] | list[_Named], Field(min_length=1)] | None = None
+    router: _Router | None = None
+
+
+_FORMS = tuple(_Forms.model_fields)
+_TAKES = {"label": {"field"}, "composite": {"field", "composites"}, "static": {"cartridge_id"}}
+"""What goes with a router, by its type."""
 
 
 def from_forms(extra: Mapping[str, Any]) -> dict[str, Any]:
@@ -42,36 +62,37 @@ def from_forms(extra: Mapping[str, Any]) -> dict[str, Any]:
     A path, taken against the working directory, or `s3://bucket/prefix` is the only one that requests may name by it. Raises
     `SettingsError` for what is malformed, contradicts itself, or is not there.
     """
-    values = {
-        key.removeprefix(_SETTING): value
-        for key, value in extra.items()
-        if key.startswith(_SETTING) and key not in _NO_SETTING
-    }
-    given = {name: extra[name] for name in _FORMS if extra.get(name) is not None}
-    if "cartridge_path" in given and (clash := [name for name in ("cartridges", "router") if name in given]):
-        raise _wrong("cartridge_path", f"it is for every request, so leave {clash[0]} out, or name it in `cartridges`")
-    paths: list[str] = []
+    values = {key.removeprefix(_SETTING): value for key, value in extra.items() if _is_setting(key)}
+    try:
+        forms = _Forms.model_validate(extra)
+    except ValidationError as error:
+        told = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        raise _wrong(told) from None
     made: dict[str, Any] = {}
-    if "cartridge_path" in given:
-        paths = [_path(given["cartridge_path"], "cartridge_path")]
+    named = _named(forms.cartridges or {})
+    paths = list(dict.fromkeys(named.values()))
+    if forms.cartridge_path is not None:
+        if named or forms.router:
+            raise _wrong(
+                "cartridge_path is for every request: leave cartridges and router out, or name it in cartridges"
+            )
+        paths = [_path(forms.cartridge_path)]
         made = {"router": "static", "static": {"*": paths[0]}}
-    named = _named(given["cartridges"]) if "cartridges" in given else {}
     if named:
-        paths = list(dict.fromkeys(named.values()))
-        made = {"composites": {name: [path] for name, path in named.items()}}
-    if "router" in given:
-        made |= _routed(given["router"], named)
+        made["composites"] = {name: [path] for name, path in named.items()}
+    if forms.router:
+        made |= _routed(forms.router, named)
     if twice := sorted(made.keys() & values.keys()):
-        raise _wrong(f"{_SETTING}{twice[0]}", "the forms beside it say so too; give one of them")
+        raise _wrong(f"{twice[0]} is given as a setting, and by the forms beside it; give one of them")
     for name, ours in (
         ("roots", [p for p in paths if not is_remote(p)]),
-        ("buckets", [p for p in paths if is_remote(p)]),
+        ("buckets", [p.removeprefix(SCHEME) for p in paths if is_remote(p)]),
     ):
         if ours:
             own = values.get(name, [])
             if not isinstance(own, list | tuple):
-                raise _wrong(f"{_SETTING}{name}", "must be a list")
-            made[name] = [*own, *(path.removeprefix(SCHEME) for path in ours)]
+                raise _wrong(f"{_SETTING}{name} must be a list")
+            made[name] = [*own, *ours]
     return values | made
 
 
@@ -79,17 +100,19 @@ def with_forms(settings: Settings, transfer: Mapping[str, Any]) -> tuple[Setting
     """Return settings with the forms in a transfer configuration, and that without them. Raises `SettingsError`."""
     extra = transfer.get(EXTRA) or {}
     if not isinstance(extra, Mapping):
-        raise _wrong("", "must be an object")
-    if not (values := from_forms(extra)):
+        raise _wrong("it must be an object")
+    rest = {key: value for key, value in extra.items() if key not in _FORMS and not _is_setting(key)}
+    if rest == extra:
         return settings, dict(transfer)
-    own = {name: getattr(settings, name) for name in settings.model_fields_set}
-    for name in sorted(own.keys() & values.keys()):
-        if name not in ("roots", "buckets"):
-            raise _wrong("", f"{name} is given as a setting beside it too; give one of them")
-        values[name] = [*map(str, own[name]), *values[name]]
-    rest = {k: v for k, v in extra.items() if k not in _FORMS and (not k.startswith(_SETTING) or k in _NO_SETTING)}
-    left = {k: v for k, v in transfer.items() if k != EXTRA}
-    return from_mapping(own | values, f"{EXTRA}: {_SETTING}"), left | ({EXTRA: rest} if rest else {})
+    own = {f"{_SETTING}{name}": getattr(settings, name) for name in settings.model_fields_set}
+    if twice := sorted(own.keys() & extra.keys()):
+        raise _wrong(f"{twice[0]} is given as a setting beside it too; give one of them")
+    values = from_mapping(from_forms({**own, **extra}), f"{EXTRA}: {_SETTING}")
+    return values, {k: v for k, v in transfer.items() if k != EXTRA} | ({EXTRA: rest} if rest else {})
+
+
+def _is_setting(key: str) -> bool:
+    return key.startswith(_SETTING) and key not in (CONTROL, REQUEST_API)
 
 
 def extra_of(transfer: Any) -> Mapping[str, Any]:
@@ -133,10 +156,16 @@ def configure(transfer: Any, *, in_process: bool = True) -> Settings | None:
     path = yaml_path(settings, yaml)
     if (named := os.environ.get(VARIABLE)) and Path(named) != path:
         raise _wrong(
-            "", f"cartridges and settings stand in it, and ${VARIABLE} names a YAML too; write roots, buckets, router, static "
+            f"cartridges and settings stand in it, and ${VARIABLE} names a YAML too; write roots, buckets, router, static "
             "and composites into that, or unset the variable",
         )  # fmt: skip
-    _write(path, yaml)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        replace(path, [yaml.encode()], 0o600)
+    except OSError as error:
+        raise SettingsError(
+            f"{path} cannot be written: {error.strerror}; $LMCACHE_CARTRIDGE_HOME names a directory for it"
+        ) from None
     if in_process and saves_nowhere(extra, os.environ):
         os.environ.setdefault(SKIP_SAVING, "1")
     os.environ[VARIABLE] = str(path)
@@ -153,94 +182,51 @@ def saves_nowhere(extra: Mapping[str, Any], environment: Mapping[str, str]) -> b
     return not any(keys) and all(name.startswith("LMCACHE_CARTRIDGE_") for name in variables)
 
 
-def _named(given: Any) -> dict[str, str]:
+def _named(given: dict[str, str] | list[_Named]) -> dict[str, str]:
     """Return paths by name, of `{NAME: PATH}` or `[{"cartridge_id": NAME, "path": PATH}]`."""
-    pairs: list[tuple[Any, Any]]
-    if isinstance(given, Mapping):
-        pairs = list(given.items())
-    elif isinstance(given, list | tuple):
-        pairs = []
-        for number, entry in enumerate(given):
-            if not isinstance(entry, Mapping) or entry.keys() != {"cartridge_id", "path"}:
-                raise _wrong(f"cartridges.{number}", 'write {"cartridge_id": NAME, "path": PATH}')
-            pairs.append((entry["cartridge_id"], entry["path"]))
-    else:
-        raise _wrong("cartridges", 'write {NAME: PATH}, or a list of {"cartridge_id": NAME, "path": PATH}')
-    if not pairs:
-        raise _wrong("cartridges", "is empty")
+    pairs = given.items() if isinstance(given, dict) else [(entry.cartridge_id, entry.path) for entry in given]
     named: dict[str, str] = {}
     for name, path in pairs:
-        if not isinstance(name, str):
-            raise _wrong("cartridges", f"{name!r} is no name")
-        try:
-            check_id(name)
-        except CartridgeError as error:
-            raise _wrong("cartridges", str(error)) from None
         if name in named:
-            raise _wrong("cartridges", f"{name} is named twice")
-        named[name] = _path(path, f"cartridges.{name}")
+            raise _wrong(f"cartridges: {name} is named twice")
+        named[name] = _path(path)
     return named
 
 
-def _path(given: Any, where: str) -> str:
+def _path(given: str) -> str:
     """Return a location. Raises `SettingsError` unless it can be one; what is on S3 is not asked for."""
-    if not isinstance(given, str) or not given or "\0" in given:
-        raise _wrong(where, "must be a path or s3://BUCKET/PREFIX")
     if is_remote(given):
-        try:
-            if not parse(given)[1]:
-                raise _wrong(where, f"{given} is a whole bucket; name the cartridge in it")
-        except CartridgeError as error:
-            raise _wrong(where, str(error)) from None
         return given
     path = Path.cwd() / given
     try:
         path = path.resolve(strict=True)
         sound = (path / "manifest.json").is_file() if path.is_dir() else path.suffix == ".pt"
-    except (OSError, RuntimeError) as error:
-        raise _wrong(where, f"{path}: {getattr(error, 'strerror', None) or 'cannot be read'}") from None
+    except (OSError, RuntimeError, ValueError) as error:
+        raise _wrong(f"{path}: {getattr(error, 'strerror', None) or 'cannot be read'}") from None
     if not sound:
-        raise _wrong(where, f"{given} is neither a cartridge, a directory with manifest.json, nor a .pt file")
+        raise _wrong(f"{given} is neither a cartridge, a directory with manifest.json, nor a .pt file")
     return str(path)
 
 
-def _routed(given: Any, named: Mapping[str, str]) -> dict[str, Any]:
+def _routed(router: _Router, named: Mapping[str, str]) -> dict[str, Any]:
     """Return the settings that a router stands for."""
-    if not isinstance(given, Mapping) or given.get("type") not in _TYPES:
-        raise _wrong("router", f'write {{"type": TYPE}} with one of {", ".join(_TYPES)}')
-    kind, made = given["type"], {"router": given["type"]}
-    takes = {"label": {"field"}, "composite": {"field", "composites"}, "static": {"cartridge_id"}}.get(kind, set())
-    if strange := sorted(map(str, given.keys() - takes - {"type"})):
-        raise _wrong(f"router.{strange[0]}", f"goes with no router of type {kind}")
-    if "field" in given:
-        if not isinstance(given["field"], str) or not given["field"].isprintable() or not given["field"]:
-            raise _wrong("router.field", "must be the name of a field of requests")
-        made["label_field"] = given["field"]
-    if kind == "static":
-        chosen = given.get("cartridge_id") or (next(iter(named)) if len(named) == 1 else None)
-        if not isinstance(chosen, str):
-            raise _wrong("router", 'which one? Write {"type": "static", "cartridge_id": NAME}')
+    made: dict[str, Any] = {"router": router.type}
+    if strange := sorted(router.model_fields_set - _TAKES.get(router.type, set()) - {"type"}):
+        raise _wrong(f"router.{strange[0]} goes with no router of type {router.type}")
+    if router.field:
+        made["label_field"] = router.field
+    if router.type == "static":
+        chosen = router.cartridge_id or (next(iter(named)) if len(named) == 1 else None)
+        if chosen is None:
+            raise _wrong('router: which one? Write {"type": "static", "cartridge_id": NAME}')
         made["static"] = {"*": chosen}
-    if chains := given.get("composites"):
-        if not isinstance(chains, Mapping) or not all(isinstance(names, list) for names in chains.values()):
-            raise _wrong("router.composites", "must be {NAME: [NAME, ...]}")
-        if twice := sorted(named.keys() & chains.keys()):
-            raise _wrong("router.composites", f"{twice[0]} is one of the cartridges already")
+    if router.composites:
+        if twice := sorted(named.keys() & router.composites.keys()):
+            raise _wrong(f"router.composites: {twice[0]} is one of the cartridges already")
         made["composites"] = {name: [path] for name, path in named.items()}
-        made["composites"] |= {name: [named.get(n, n) for n in names] for name, names in chains.items()}
+        made["composites"] |= {name: [named.get(n, n) for n in chain] for name, chain in router.composites.items()}
     return made
 
 
-def _write(path: Path, text: str) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if not path.is_file() or path.read_text() != text:
-            replace(path, [text.encode()], 0o600)
-    except OSError as error:
-        raise SettingsError(
-            f"{path} cannot be written: {error.strerror}; $LMCACHE_CARTRIDGE_HOME names a directory for it"
-        ) from None
-
-
-def _wrong(where: str, problem: str) -> SettingsError:
-    return SettingsError(f"{EXTRA}{'.' if where else ''}{where}: {problem}")
+def _wrong(problem: str) -> SettingsError:
+    return SettingsError(f"{EXTRA}: {problem}")

@@ -101,18 +101,17 @@ def test_remote_paths_are_the_only_ones_of_their_bucket(place):
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"cartridge_path": "/{a}", "cartridges": {"a": "/{a}"}}, "leave cartridges out"),
-    ({"cartridge_path": "/{a}", "router": {"type": "label"}}, "leave router out"),
+    ({"cartridge_path": "/{a}", "cartridges": {"a": "/{a}"}}, "leave cartridges and router out"),
+    ({"cartridge_path": "/{a}", "router": {"type": "label"}}, "leave cartridges and router out"),
     *(({"cartridge_path": path}, why) for path, why in (
-        ("relative", "/relative: No such file"), (5, "must be a path or s3"), ("/{empty}", "neither a cartridge"),
-        ("s3://bucket/../x", "no s3://bucket/prefix"),
+        ("relative", "/relative: No such file"), (5, "cartridge_path: .* valid string"), ("/{empty}", "neither a cartridge"),
     )),
     *(({"cartridges": named}, why) for named, why in (
-        ({}, "is empty"), ({"a b": "/{a}"}, "cannot be a cartridge id"), ({"a": "/nowhere"}, "cartridges.a: /nowhere: No such file"),
+        ({}, "cartridges: "), ({"a": "/nowhere"}, "/nowhere: No such file"), ([{"name": "a"}], "cartridge_id"),
         ([{"cartridge_id": "a", "path": "/{a}"}, {"cartridge_id": "a", "path": "/{b}"}], "named twice"),
     )),
     *(({"cartridges": {"a": "/{a}", "b": "/{b}"}, "router": router}, why) for router, why in (
-        ({"type": "magic"}, "with one of explicit, label"), ({"type": "explicit", "field": "x"}, "router.field: goes with no router"),
+        ({"type": "magic"}, "router.type: .*'explicit', 'label'"), ({"type": "explicit", "field": "x"}, "router.field goes with no router"),
         ({"type": "static"}, "which one"), ({"type": "composite", "composites": {"a": ["b"]}}, "already"),
     )),
     ({"cartridges": {"a": "/{a}"}, "cartridge.composites": {"b": ["c"]}}, "give one of them"),
@@ -170,10 +169,9 @@ def test_every_process_writes_the_same_yaml_and_reads_its_settings_there(place, 
     assert settings == from_environment()
     assert (settings.cpu_bytes, settings.router) == (2 << 30, "static")
     [written] = (home / "run").iterdir()
-    before = written.stat().st_mtime_ns
     assert (os.environ[VARIABLE], os.environ[SKIP_SAVING]) == (str(written), "1")
     assert configure(json.dumps({EXTRA: extra})) == settings, "in a child that inherits the variable"
-    assert [path.stat().st_mtime_ns for path in (home / "run").iterdir()] == [before]
+    assert [*(home / "run").iterdir()] == [written]
 
 
 def test_a_transfer_configuration_without_forms_changes_nothing(home):
