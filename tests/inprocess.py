@@ -95,7 +95,7 @@ def lmcache_engine(
         engine.storage_manager.loop.close()
         PinMonitor.DestroyInstance()
         CartridgeBackend.refusal = None
-        assert not backend._stores, "a store was left open"
+        assert backend._store is None, "a store was left open"
         assert leaves_threads or set(threading.enumerate()) <= threads
 
 

@@ -11,10 +11,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from itertools import takewhile
 from typing import Any, ClassVar
 
-import msgspec
 import torch
 from lmcache.logging import init_logger
 from lmcache.utils import CacheEngineKey
@@ -28,10 +26,9 @@ from lmcache.v1.memory_management import (
 from lmcache.v1.storage_backend.abstract_backend import StoragePluginInterface
 
 from ..errors import UnsupportedEngine
-from ..memory.described import Engine
 from ..memory.layout import HELD, ChunkShape
 from ..memory.store import CartridgeStore
-from ..settings import Settings, from_extra_config
+from ..settings import from_extra_config
 from . import contract, host, host_inprocess
 from .describe import describe
 from .trust import opened
@@ -43,12 +40,12 @@ TAG, TENANT = (name.removeprefix("lmcache.tag.") for name in (contract.TAG, cont
 """The request tag under which a cartridge or chain is found, its value is the digests, joined by dots; and the one that
 keeps what LMCache saves for one tenant from the others, which is no matter to cartridges."""
 
-_stores: dict[tuple, CartridgeStore] = {}
-_stores_lock = threading.Lock()
+_store: CartridgeStore | None = None
+_lock = threading.Lock()
 
 
 class CartridgeBackend(StoragePluginInterface):
-    """Answers LMCache's keys from a `CartridgeStore`, which every instance of one configuration shares.
+    """Answers LMCache's keys from a `CartridgeStore`, which all instances in a process share, opened by the first.
 
     LMCache may build this class again without closing the old instance (`POST /backends`); sharing the store keeps
     the memory budget true.
@@ -87,7 +84,11 @@ class CartridgeBackend(StoragePluginInterface):
                 "LMCache has no vLLM engine in this process; the plugin runs in vLLM's workers only"
             )
         engine = describe(self.config, self.metadata, lmcache_engine)
-        return open_store(settings, engine)
+        global _store
+        with _lock:
+            if _store is None:
+                _store = opened(settings, engine)
+            return _store
 
     # Lookup: LMCache's lookup thread and worker thread.
 
@@ -123,9 +124,8 @@ class CartridgeBackend(StoragePluginInterface):
         found: list[MemoryObj | None] = []
         try:
             if keys and self.store is not None:
-                tags = keys[0].tags  # LMCache asks for the chunks of one request, and a request has one set of tags
-                hashes = [key.chunk_hash for key in takewhile(lambda key: key.tags == tags, keys)]
-                found = self.store.lend_run(hashes, _tag(keys[0]), self._objects.over)
+                # LMCache asks for the chunks of one request, and a request has one set of tags.
+                found = self.store.lend_run([key.chunk_hash for key in keys], _tag(keys[0]), self._objects.over)
         except Exception:
             found = _failed([])
         return found + [None] * (len(keys) - len(found))
@@ -158,8 +158,13 @@ class CartridgeBackend(StoragePluginInterface):
 
     def close(self) -> None:
         """Stop loading; objects handed out stay valid. Calling again is no change."""
-        if self.store is not None:
-            close_store(self.store)
+        global _store
+        if self.store is None:
+            return
+        with _lock:
+            if _store is self.store:
+                _store = None
+        self.store.close()
 
     def __str__(self) -> str:
         return type(self).__name__
@@ -177,6 +182,9 @@ class MemoryObjects:
     def __init__(self, shape: ChunkShape) -> None:
         self._size = torch.Size([2 * shape.heads, shape.layers, shape.tokens, shape.head_size])
         self._dtype, self._bytes = HELD[shape.dtype], shape.size_bytes
+        self.over(
+            torch.empty(0, dtype=torch.uint8), lambda: None
+        )  # else found by a request, where LMCache's has changed
 
     def over(self, data: torch.Tensor, end: Callable[[], None]) -> MemoryObj:
         """Return an object over the bytes of a loan, LMCache's to release, which ends the loan. Copies nothing."""
@@ -231,25 +239,8 @@ def _tag(key: CacheEngineKey) -> str | None:
     return str(tags[0][1]) if len(tags) == 1 and tags[0][0] == TAG else ""
 
 
-def stores() -> list[CartridgeStore]:
-    """Return the stores that are open in this process."""
-    with _stores_lock:
-        return list(_stores.values())
-
-
-def open_store(settings: Settings, engine: Engine) -> CartridgeStore:
-    """Return the process's one store for these settings and this engine, opening it if need be."""
-    facts = engine._asdict() | {"hasher": None, "fingerprint": msgspec.json.encode(engine.fingerprint)}
-    identity = settings.model_dump_json(), tuple(facts.values())
-    with _stores_lock:
-        if identity not in _stores:
-            _stores[identity] = opened(settings, engine)
-        return _stores[identity]
-
-
-def close_store(store: CartridgeStore) -> None:
-    """Close a store and forget it; whoever shares it gets misses from now on."""
-    with _stores_lock:
-        for identity in [i for i, s in _stores.items() if s is store]:
-            del _stores[identity]
-    store.close()
+def worker_store() -> CartridgeStore:
+    """Return the store of this process. Raises `UnsupportedEngine` where there is none."""
+    if _store is None:
+        raise UnsupportedEngine("LMCache has not loaded the cartridge plugin in this worker")
+    return _store

@@ -9,7 +9,6 @@ from ..errors import UnsupportedEngine
 from ..memory.layout import to_heads
 from . import host_inprocess
 from .contract import CAPTURE
-from .refusals import IN_FP8
 from .salts import key_salt
 from .saving import tenant
 
@@ -22,10 +21,6 @@ def captured(name: str, token_ids: list[int], chunk: int) -> bytes | None:
     never will. Safe from any thread.
     """
     engine = host_inprocess.lmcache_engine()
-    if engine is None:
-        raise UnsupportedEngine("KV can be fetched where LMCache runs in vLLM's workers; here it does not")
-    if engine.gpu_connector.quantiser:
-        raise UnsupportedEngine(IN_FP8)
     if not engine.config.local_cpu:
         raise UnsupportedEngine("LMCache saves nothing that could be fetched: start the server with --l1-bytes")
     tags = {CAPTURE: name} | tenant(name)

@@ -43,9 +43,8 @@ class CartridgeConnector(TellsTiers, InjectsWhole, LMCacheConnectorV1):
             self._config = vllm_config
             self._lmcache = host_inprocess.InProcess(self)
             if role == KVConnectorRole.SCHEDULER:
-                self.tell_tiers(vllm_config)
                 self.whole = Whole(self._lmcache.chunk_tokens, vllm_config.cache_config.block_size)
-            self._lost = Lost(vllm_config.cache_config.block_size, host_inprocess.over_ranks)
+            self._lost = Lost(vllm_config.cache_config.block_size)
         except Exception:
             if role == KVConnectorRole.SCHEDULER:  # a worker that fails here has no engine of LMCache's yet
                 host_inprocess.end_storage()
@@ -84,11 +83,11 @@ class CartridgeConnector(TellsTiers, InjectsWhole, LMCacheConnectorV1):
         self._check_sleep()
         self._lmcache.ask_first(CartridgeBackend)
         offer()
-        self.tell_socket(self._config, own_path)
+        self.tell_tiers(self._config, own_path)
 
     def _bind_injector(self, kv_caches: dict[str, torch.Tensor]) -> None:
         from ..memory.layout import ChunkShape
-        from .backend import stores
+        from .backend import worker_store
         from .describe import computed_dtype, own_layers, saves
 
         engine = self._lmcache.engine
@@ -102,7 +101,7 @@ class CartridgeConnector(TellsTiers, InjectsWhole, LMCacheConnectorV1):
             kv_caches, host.attention_layers(self._config), shape, saves=saves(self._config), first_layer=first,
             computed=computed,
         )  # fmt: skip
-        self.write_tails(lambda tag: stores()[0].tail(tag), injector.layers, injector.quantiser, computed)
+        self.write_tails(lambda tag: worker_store().tail(tag), injector.layers, injector.quantiser, computed)
         quantised = f"/{injector.quantiser.digest}" if injector.quantiser else ""
         self._lmcache.name_layout(injector.layout + quantised)
 
@@ -113,9 +112,9 @@ class CartridgeConnector(TellsTiers, InjectsWhole, LMCacheConnectorV1):
         a chunk that is loaded meanwhile would be written there.
         """
         from ..errors import UnsupportedEngine
-        from .backend import stores
+        from .backend import worker_store
 
-        if self._config.model_config.enable_sleep_mode and any(store.device for store in stores()):
+        if self._config.model_config.enable_sleep_mode and worker_store().device:
             raise UnsupportedEngine(
                 "sleep mode with a device tier, whose memory vLLM frees with its own; set `device_bytes: 0`, or serve without "
                 "sleep mode"

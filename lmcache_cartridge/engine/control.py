@@ -26,10 +26,10 @@ from ..artifact.cartridge import Place
 from ..artifact.model import ONLINE
 from ..errors import CartridgeError, UnsupportedEngine
 from . import frames, host
+from .refusals import IN_FP8
 
 if TYPE_CHECKING:
     from ..memory.claims import Claim
-    from ..memory.store import CartridgeStore
     from .client import ControlClient
 
 logger = logging.getLogger(__name__)
@@ -49,55 +49,24 @@ class ControlServer(frames.FrameServer):
         """Listen at `path`, which no other user may open. `store` is asked at every call for the `CartridgeStore`, or for
         what has its methods.
         """
+        from ..library.workers import Workers
+
         directory = Path(tempfile.mkdtemp(prefix="lmcache-cartridge-control-", dir=frames.parent()))
         atexit.register(shutil.rmtree, directory, ignore_errors=True)
         self.path = str(directory / "control")
-
-        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # each claim is a connection
-        super().__init__(self.path, _Service(store).answer)
-
-
-def _tail(store: Callable[[], Any], tag: str) -> tuple[list[int], bytes] | None:
-    kv = store().tail(tag)
-    return None if kv is None else (list(kv.shape), kv.view(torch.uint8).numpy().tobytes())
-
-
-def fetch_tail(client: ControlClient, tag: str, dtype: torch.dtype) -> torch.Tensor | None:
-    """Return what `CartridgeStore.tail` does, of the one store behind a client. Blocks; raises `CartridgeError`."""
-    (answer,) = client.call("tail", tag)
-    return None if answer is None else torch.frombuffer(bytearray(answer[1]), dtype=dtype).view(answer[0])
-
-
-def _captured(store: Callable[[], Any], *arguments: Any) -> bytes | None:
-    from .capture import captured  # loads LMCache
-
-    of = store()
-    quantised = str(of.engine.fingerprint.quantisation)
-    if quantised.startswith(ONLINE):
-        raise UnsupportedEngine(
-            f"this engine quantises the weights itself ({quantised}), and what it computes would be taken for the KV of the "
-            "checkpoint; quantise the checkpoint"
-        )
-    return getattr(of, "captured", captured)(*arguments)
-
-
-class _Service:
-    """Answers any number of clients, in the server's event loop."""
-
-    def __init__(self, store: Callable[[], Any]) -> None:
-        from ..library.workers import Workers
-
         self._store, self._calls = store, Workers("cartridge-call", _MAX_CALLS)
         self._methods: dict[str, Callable[..., Any]] = {
-            "tail": partial(_tail, store),
-            "captured": partial(_captured, store),
+            "tail": self._tail,
+            "captured": self._captured,
             "answers": lambda token_ids: store().trust.answers(store().engine, token_ids),
             "fingerprint": lambda: store().engine.fingerprint,
             "preload": lambda tag, places: store().preload(tag, _places(places))._asdict(),
         }
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # each claim is a connection
+        super().__init__(self.path, self._answer)
 
-    async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer one client until it goes. It may have one claim, which ends with its connection."""
         held: list[Claim] = []
         try:
@@ -141,6 +110,30 @@ class _Service:
             raise CartridgeError(f"there is no method {method!r}")
         return self._methods[method](*arguments)
 
+    def _tail(self, tag: str) -> tuple[list[int], bytes] | None:
+        kv = self._store().tail(tag)
+        return None if kv is None else (list(kv.shape), kv.view(torch.uint8).numpy().tobytes())
+
+    def _captured(self, *arguments: Any) -> bytes | None:
+        from .capture import captured  # loads LMCache
+
+        store = self._store()
+        if store.engine.quantiser:
+            raise UnsupportedEngine(IN_FP8)
+        quantised = str(store.engine.fingerprint.quantisation)
+        if quantised.startswith(ONLINE):
+            raise UnsupportedEngine(
+                f"this engine quantises the weights itself ({quantised}), and what it computes would be taken for the KV of the "
+                "checkpoint; quantise the checkpoint"
+            )
+        return getattr(store, "captured", captured)(*arguments)
+
+
+def fetch_tail(client: ControlClient, tag: str, dtype: torch.dtype) -> torch.Tensor | None:
+    """Return what `CartridgeStore.tail` does, of the one store behind a client. Blocks; raises `CartridgeError`."""
+    (answer,) = client.call("tail", tag)
+    return None if answer is None else torch.frombuffer(bytearray(answer[1]), dtype=dtype).view(answer[0])
+
 
 _server: ControlServer | None = None
 
@@ -155,20 +148,13 @@ def offer(adapter_path: str | None = None) -> None:
 
 def own_path() -> str:
     """Return the path of the control socket of this process. Raises `UnsupportedEngine` if the plugin is not there."""
+    from .backend import worker_store
+
     global _server
-    _only_store()
+    worker_store()
     if _server is None:
-        _server = ControlServer(_only_store)
+        _server = ControlServer(worker_store)
     return _server.path
-
-
-def _only_store() -> CartridgeStore:
-    from .backend import stores
-
-    found = stores()
-    if len(found) != 1:
-        raise UnsupportedEngine(f"this worker has {len(found)} cartridge stores; there must be one")
-    return found[0]
 
 
 def _places(places: Mapping[str, Sequence[str]]) -> dict[str, Place]:

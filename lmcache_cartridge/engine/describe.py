@@ -165,14 +165,12 @@ def describe(config: LMCacheEngineConfig, metadata: LMCacheMetadata, engine: LMC
     """Return what the store must know of the engine in this process.
 
     Called while vLLM's worker registers its KV caches. Raises `UnsupportedEngine` for an engine under which cartridges are
-    not safe, or where vLLM's configuration is out of reach. Ends the process under another connector than ours: LMCache
+    not safe. Ends the process under another connector than ours: LMCache
     would go on without us, and the server answer without cartridges.
     """
     from .inject import EngineWriteConnector
 
     vllm_config = host.current_vllm_config()
-    if vllm_config is None:
-        raise UnsupportedEngine("no vLLM configuration is set in this process; the plugin runs in vLLM's workers only")
     injector = engine.gpu_connector
     if not isinstance(injector, EngineWriteConnector):
         host_inprocess.end_process(
@@ -184,8 +182,6 @@ def describe(config: LMCacheEngineConfig, metadata: LMCacheMetadata, engine: LMC
     parallel = vllm_config.parallel_config
     is_stage = parallel.pipeline_parallel_size > 1
     layers = own_layers(vllm_config) if is_stage else range(metadata.kv_shape[0])
-    if len(layers) != metadata.kv_shape[0]:
-        raise UnsupportedEngine(f"this stage caches {len(layers)} layers, LMCache {metadata.kv_shape[0]}")
     return Engine(
         fingerprint=fingerprint_of(
             vllm_config, computed_dtype(vllm_config, metadata.kv_dtype), None if is_stage else layers

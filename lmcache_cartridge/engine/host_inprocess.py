@@ -7,10 +7,11 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
+from unittest.mock import patch
 
 import numpy as np
 
-from .host import attribute, changed, module, replaced
+from .host import attribute, changed, module
 
 _ADAPTER = "lmcache.integration.vllm.vllm_v1_adapter"
 
@@ -179,7 +180,9 @@ def own_connector(make: Callable[[], Any], *, in_worker: bool) -> Iterator[None]
     that is replaced for the call. Raises `UnsupportedEngine` where a worker's engine was built without asking for it.
     """
     sys.modules.setdefault(_ADAPTER, module(_ADAPTER))  # from where vLLM 0.32 imports it, before LMCache 0.5.7
-    with replaced(module("lmcache.v1.gpu_connector"), "CreateGPUConnector", make) as calls:
+    with patch.object(
+        module("lmcache.v1.gpu_connector"), "CreateGPUConnector", side_effect=lambda *_, **__: make()
+    ) as asked:
         yield
-    if in_worker and not calls:
+    if in_worker and not asked.called:
         raise changed("lmcache.v1.gpu_connector:CreateGPUConnector", "LMCache did not ask for it")

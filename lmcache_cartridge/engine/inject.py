@@ -42,6 +42,9 @@ class EngineWriteConnector(_Interface):
     layer's op, `impl.do_kv_cache_update`, which is right for any layout and for partial blocks, and cannot read.
     """
 
+    _shape: ChunkShape
+    """Of the chunks. Settled by `bind`."""
+
     def __init__(self) -> None:
         self.layout = "heads"
         """The layout that chunks must have: a key of `layout.VIEWS`, `fused` for LMCache's kernel, or one of `tiles`. Settled by
@@ -53,7 +56,6 @@ class EngineWriteConnector(_Interface):
         """Where the engine's blocks are: `cpu`, `cuda:0`. Settled by `bind`."""
         self.layers: list[tuple[torch.nn.Module, torch.Tensor]] = []
         """Each with its cache, in the order of the model. Settled by `bind`."""
-        self._shape: ChunkShape | None = None
         self._kernel: TransferKernel | None = None
 
     def bind(
@@ -76,8 +78,6 @@ class EngineWriteConnector(_Interface):
         if [host.layer_index(name) for name in names] != list(own):
             raise UnsupportedEngine(f"the engine's KV caches {names} are not those of layers {own[0]} to {own[-1]}")
         for name in names:
-            if not host.can_write(layers.get(name)):
-                raise UnsupportedEngine(f"the attention backend of layer {name} has no op to write its KV cache")
             if str(kv_caches[name].dtype).removeprefix("torch.") != shape.dtype:
                 raise UnsupportedEngine(
                     f"the KV cache of layer {name} is {kv_caches[name].dtype}, not {shape.dtype} as LMCache has it; remove "
@@ -121,8 +121,6 @@ class EngineWriteConnector(_Interface):
             self._kernel = proven(caches, layers, rules)
             return "fused"
         layout = written_layout(caches, layers, in_blocks=True, rules=rules)
-        if not all(_is_aligned(cache) and not cache[0].nbytes % _WORD.itemsize for cache in caches.values()):
-            raise UnsupportedEngine(f"blocks that are not aligned to {_WORD.itemsize} bytes")
         if not tiles.fits(shape, layout):
             raise UnsupportedEngine(f"chunks of {shape.tokens} tokens are not made of whole blocks")
         return layout
@@ -151,7 +149,7 @@ class EngineWriteConnector(_Interface):
         self, chunks: list[MemoryObj], starts: list[int], ends: list[int], slots: torch.Tensor, cached: int = 0
     ) -> list[_Piece]:
         """Return what is to be moved of each chunk, once all are seen to fit."""
-        pieces, shape = [], self._bound()
+        pieces, shape = [], self._shape
         for chunk, start, end in zip(chunks, starts, ends, strict=True):
             skip = min(max(cached - start, 0), end - start)
             if skip < end - start:
@@ -164,17 +162,12 @@ class EngineWriteConnector(_Interface):
                 raise UnsupportedEngine(f"a chunk of another length: {shape.tokens} tokens for {len(own)} slots")
         return pieces
 
-    def _bound(self) -> ChunkShape:
-        if self._shape is None:
-            raise UnsupportedEngine("the injector is not bound to an engine yet")
-        return self._shape
-
     def _whole_blocks(self, pieces: Sequence[_Piece]) -> list[torch.Tensor] | None:
         """Return the numbers of the blocks that each piece fills; None where they cannot just be copied."""
         if not pieces or not tiles.is_tiled(self.layout):
             return None
         block = self.layers[0][1].shape[2]
-        if any(piece.skip % block or not _is_aligned(piece.raw) for piece in pieces):
+        if any(piece.skip % block for piece in pieces):
             return None
         slots = torch.cat([piece.slots[piece.skip :] for piece in pieces]).view(-1, block)
         numbers = slots[:, 0] // block
@@ -184,7 +177,7 @@ class EngineWriteConnector(_Interface):
 
     def _copy(self, pieces: Sequence[_Piece], blocks: Sequence[torch.Tensor]) -> None:
         """Copy the blocks of some chunks, a layer of as many chunks as possible by one call, which uses all threads."""
-        shape = self._bound()
+        shape = self._shape
         words = shape.size_bytes // _WORD.itemsize
         in_chunk = shape.tokens // self.layers[0][1].shape[2]
         block_words = words // shape.layers // in_chunk
@@ -201,7 +194,7 @@ class EngineWriteConnector(_Interface):
 
     def _write(self, piece: _Piece) -> None:
         """Have each layer's op write its part of a chunk."""
-        kv = tiles.unpack(piece.raw.to(piece.slots.device), self._bound(), self.layout)[:, :, piece.skip :]
+        kv = tiles.unpack(piece.raw.to(piece.slots.device), self._shape, self.layout)[:, :, piece.skip :]
         if self.quantiser:
             kv = self.quantiser.numbers(kv, self._computed)
         write_layers(self.layers, kv, piece.slots[piece.skip :])
@@ -240,21 +233,17 @@ class EngineWriteConnector(_Interface):
 
     def canonical(self, chunk: MemoryObj) -> torch.Tensor:
         """Return the KV `[2, L, T, H, D]` of a chunk in this layout; a new tensor on the CPU."""
-        return tiles.unpack(_bytes(chunk), self._bound(), self.layout).clone()
+        return tiles.unpack(_bytes(chunk), self._shape, self.layout).clone()
 
     def get_shape(self, num_tokens: int) -> torch.Size:
         """Return the shape of `num_tokens` tokens, KV_2LTD with one K and one V plane per head."""
-        shape = self._bound()
+        shape = self._shape
         return torch.Size([2 * shape.heads, shape.layers, num_tokens, shape.head_size])
 
 
 def _bytes(chunk: MemoryObj) -> torch.Tensor:
     """Return a chunk's bytes, without those that LMCache's allocator rounds up to."""
     return chunk.raw_data[: chunk.get_size()]
-
-
-def _is_aligned(memory: torch.Tensor) -> bool:
-    return not (memory.data_ptr() % _WORD.itemsize or memory.storage_offset() * memory.itemsize % _WORD.itemsize)
 
 
 def _runs(pieces: Sequence[_Piece], blocks: Sequence[torch.Tensor]) -> Iterator[list[tuple[_Piece, torch.Tensor]]]:

@@ -30,7 +30,6 @@ from .probe import Written, written_layout, written_rules
 from .report import Confirmed, Report, check_ids, confirm, key_name
 from .salts import adapter_salt, check_salt, grant_of, is_apart, key_salt, own_shifts, shared_salt, shifted
 from .tier_events import TellsTiers
-from .turns import Turns
 from .versions import versions
 from .whole import InjectsWhole, Whole, positions_to_inject
 
@@ -69,18 +68,16 @@ class CartridgeMPConnector(TellsTiers, InjectsWhole, LMCacheMPConnector):
         kv_cache_config = started(vllm_config, kv_cache_config, "multiprocess")
         self._engine = _describe(vllm_config, kv_cache_config)
         self._retries: dict[str, tuple[float, float]] = {}
-        """The monotonic times of a request's next lookup, and after which a miss counts."""
+        """Of requests whose cartridge LMCache had no room for at its last look: the monotonic times of the next one, and after
+        which a miss counts.
+        """
         self._loading: set[str] = set()
         """Requests for which LMCache loads, and those that ended meanwhile, until LMCache says that it has saved them."""
         self._keys: dict[str, _Keys] = {}
-        self._waiting: set[str] = set()
-        """Requests whose cartridge LMCache had no room for at its last look."""
-        self._turns = Turns()
         self._config = vllm_config
         with host.model_name(self._engine.model_name):
             super().__init__(vllm_config, role, kv_cache_config)
         if role == KVConnectorRole.SCHEDULER:
-            self.tell_tiers(vllm_config)
             self._chunk = self.scheduler_adapter.lmcache_tokens_per_chunk
             self.whole = Whole(self._chunk, vllm_config.cache_config.block_size)
 
@@ -109,7 +106,7 @@ class CartridgeMPConnector(TellsTiers, InjectsWhole, LMCacheMPConnector):
                 computed_dtype(self._config, dtype),
             )  # fmt: skip
             offer(self._confirmed.control)
-            self.tell_socket(self._config, lambda: self._confirmed.control)
+            self.tell_tiers(self._config, lambda: self._confirmed.control)
         except Exception:
             self.shutdown()  # LMCache's threads would keep the failed process, and so the server, hanging
             raise
@@ -199,7 +196,7 @@ class CartridgeMPConnector(TellsTiers, InjectsWhole, LMCacheMPConnector):
         """
         name = request.request_id
         needed = 0 if self._engine.groups else positions_to_inject(request)
-        if time.monotonic() < self._retries.get(name, (0.0,))[0] or not self._may_ask(request):
+        if time.monotonic() < self._retries.get(name, (0.0,))[0]:
             return None, True
         matched, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if matched is None:
@@ -207,8 +204,7 @@ class CartridgeMPConnector(TellsTiers, InjectsWhole, LMCacheMPConnector):
         tracker, found = self._get_request_tracker(name), num_computed_tokens + matched
         if found < self._resident(request) and self._look_up_again(tracker):
             return None, True
-        self._waiting.discard(name)
-        self._turns.answered(name, found=found >= self._resident(request))
+        self._retries.pop(name, None)
         whole = needed // self._chunk * self._chunk
         tracker.num_stored_tokens = max(tracker.num_stored_tokens, whole)  # not LMCache's to keep
         is_async = is_async and matched > 0
@@ -222,15 +218,6 @@ class CartridgeMPConnector(TellsTiers, InjectsWhole, LMCacheMPConnector):
         host.let_go_of_hits(tracker)
         host.keep_from_saving(tracker)
         return until - num_computed_tokens, False
-
-    def _may_ask(self, request: Request) -> bool:
-        if request.num_prompt_tokens < self._chunk:
-            return True
-        first = hash(tuple(request.prompt_token_ids[: self._chunk])) if request.prompt_token_ids else request.request_id
-        salt = self._get_or_create_request_tracker(request).cache_salt
-        # Of a claimed cartridge tenants may have copies of their own all the same; a prompt without one is its tenant's own.
-        has_claim = bool(grant_of(request.kv_transfer_params))
-        return self._turns.may_ask(request.request_id, (salt, first), first if has_claim else (salt, first))
 
     def _resident(self, request: Request) -> int:
         """Return how many leading positions the request's claim has in memory, in whole chunks as LMCache finds them."""
@@ -252,7 +239,6 @@ class CartridgeMPConnector(TellsTiers, InjectsWhole, LMCacheMPConnector):
             host.unlock_hits(self.scheduler_adapter, tracker)
             tracker.num_lmcache_hit_tokens = tracker.num_stored_tokens = 0
         self.scheduler_adapter.cleanup_lookup_result(tracker.request_id)
-        self._waiting.add(tracker.request_id)
         return True
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> Any:
@@ -265,7 +251,7 @@ class CartridgeMPConnector(TellsTiers, InjectsWhole, LMCacheMPConnector):
         stores = [one for one in metadata.requests if one.direction == "STORE"]
         if transfer_of(self._config).is_kv_producer:  # others are told of nothing that is saved
             self._loading |= {one.request_id for one in metadata.requests if one.direction != "STORE"}
-        for store in stores if self._waiting else ():
+        for store in stores if self._retries else ():
             metadata.requests.remove(store)
             self._get_request_tracker(store.request_id).num_stored_tokens = store.op.start
         return metadata
@@ -286,8 +272,6 @@ class CartridgeMPConnector(TellsTiers, InjectsWhole, LMCacheMPConnector):
         name = request.request_id
         self._retries.pop(name, None)
         self._keys.pop(name, None)
-        self._waiting.discard(name)
-        self._turns.answered(name, found=False)
         return super().request_finished(request, block_ids)
 
 
@@ -325,7 +309,7 @@ def _describe(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Report
     kinds = {(s.block_size, s.num_kv_heads, s.head_size, s.dtype) for s in specs}
     if len(kinds) != 1:
         raise UnsupportedEngine(f"the model's KV caches are of {len(kinds)} kinds, and a cartridge's KV is of one")
-    [(block_tokens, heads, _, cached)] = kinds
+    [(block_tokens, _, _, cached)] = kinds
     stages = vllm_config.parallel_config.pipeline_parallel_size
     if (layers := vllm_config.model_config.get_total_num_hidden_layers()) % stages:
         raise UnsupportedEngine(
@@ -342,4 +326,4 @@ def _describe(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Report
     name = key_name(
         vllm_config.model_config.model, fingerprint, block_tokens, allow_trained, versions(), stages, kind, order
     )
-    return Report(name, fingerprint, heads, allow_trained, stages=stages, groups=tuple(order))
+    return Report(name, fingerprint, allow_trained, stages=stages, groups=tuple(order))

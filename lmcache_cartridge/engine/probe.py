@@ -59,16 +59,11 @@ def written_rules(
             f"the KV cache is quantised and the model computes in {dtype}: how an engine quantises is found by giving it "
             "every number of a 16-bit dtype. Start it with --dtype bfloat16, or remove --kv-cache-dtype"
         )
-    for name, cache in kv_caches.items():
-        if cache.dtype != torch.uint8:
-            raise UnsupportedEngine(
-                f"the KV cache of layer {name} is {cache.dtype}, those of other layers are quantised"
-            )
     return {name: Written(_rule(name, cache, layers.get(name), dtype), dtype) for name, cache in kv_caches.items()}
 
 
 def _rule(name: str, cache: torch.Tensor, layer: Any, dtype: torch.dtype) -> Rule:
-    _check_probed(name, cache, layer)
+    _check_probed(name, cache)
     where = places(name, cache, layer, dtype)
     block, _, heads, size = where.shape
     numbers = torch.arange(NUMBERS).to(torch.uint16).view(dtype)
@@ -118,13 +113,13 @@ def some_kv(cache: torch.Tensor, dtype: torch.dtype | None = None, seed: int = 1
     return kv.to(dtype or cache.dtype)
 
 
-def _check_probed(name: str, cache: torch.Tensor, layer: Any) -> None:
-    if cache.dim() != 4 or not host.can_write(layer):
+def _check_probed(name: str, cache: torch.Tensor) -> None:
+    if cache.dim() != 4:
         raise UnsupportedEngine(f"the KV cache of layer {name} is {list(cache.shape)} and cannot be probed")
 
 
 def _layer_layout(name: str, cache: torch.Tensor, layer: Any, in_blocks: bool, written: Written | None) -> str:
-    _check_probed(name, cache, layer)
+    _check_probed(name, cache)
     if in_blocks and not cache.is_contiguous():
         raise UnsupportedEngine(f"the blocks of layer {name} are not in one run of memory")
     _, heads, block, double = cache.shape
@@ -153,7 +148,7 @@ def _write(cache: torch.Tensor, layer: Any, kv: torch.Tensor) -> torch.Tensor:
     try:
         host.write_kv(layer, keys, values, blocks, slots)
     except Exception as error:
-        raise UnsupportedEngine(f"{type(layer.impl).__name__} cannot write to its KV cache: {error}") from error
+        raise UnsupportedEngine(f"an attention layer cannot write to its KV cache: {error}") from error
     return blocks.flip(0).cpu()
 
 

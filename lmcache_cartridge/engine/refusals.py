@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from ..errors import UnsupportedEngine
-from .contract import API_PLUGIN, REQUEST_API
+from .contract import API_PLUGIN
 
 PLAIN_CACHES = ("auto", "float16", "bfloat16")
 """Values of `--kv-cache-dtype` under which the cache holds KV as it was computed."""
@@ -109,9 +109,6 @@ ENGINE: list[Row] = [
             "give lmcache.mp.host and lmcache.mp.port"),
     (lambda engine: engine.extra.get("use_native"), "use_native", "it takes vLLM's copy of an older LMCache",
             "remove it from kv_connector_extra_config"),
-    (lambda engine: engine.extra.get(REQUEST_API, "on") not in ("on", "off"), REQUEST_API,
-            "what in kv_connector_extra_config says whether requests may name cartridges is no word for it",
-            'write "on" or "off"'),
 ]  # fmt: skip
 """Of `Facts`."""
 CONTEXTS: list[Row] = [

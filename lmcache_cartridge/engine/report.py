@@ -35,8 +35,6 @@ class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model_name: str
     """As in LMCache's keys; another one for every engine that may not have the same bytes, see `key_name`."""
     fingerprint: Fingerprint
-    heads: int
-    """KV heads of this rank."""
     allow_trained: bool
     chunk_tokens: int = 0
     """LMCache's chunk size."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
 
+from . import host_inprocess
 from .contract import ADAPTER, TENANT
 from .salts import adapter_salt, grant_of, is_apart
 
@@ -47,9 +48,8 @@ class Lost:
     would be a hit for good, made from whatever was in the blocks.
     """
 
-    def __init__(self, block_tokens: int, over_ranks: Callable[[set[int]], set[int]]) -> None:
-        """`over_ranks` makes the blocks that one rank could not load known to all: what they compute is wrong on each."""
-        self._block, self._over_ranks = block_tokens, over_ranks
+    def __init__(self, block_tokens: int) -> None:
+        self._block = block_tokens
         self._requests: set[str] = set()
         self._before: set[int] = set()
         """Blocks of the step before, since vLLM may have scheduled this one before it knew."""
@@ -57,7 +57,7 @@ class Lost:
     def withhold(self, requests: Sequence[Any], failed: set[int]) -> None:
         """Have nothing saved of this step's `requests` that rest on blocks which `failed` to load."""
         if any(spec.can_load or hasattr(spec, "has") for r in requests if (spec := r.load_spec) is not None):
-            failed = self._over_ranks(failed)
+            failed = host_inprocess.over_ranks(failed)  # what one could not load makes wrong what all compute
         bad, self._before = failed | self._before, failed
         for request in requests:
             if bad and not bad.isdisjoint((request.slot_mapping // self._block).tolist()):

@@ -9,24 +9,22 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from blake3 import blake3
 from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved, BlockStored, KVCacheEvent
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 from vllm.logger import init_logger
 
 from ..artifact.lru import Lru
 from ..errors import CartridgeError
 from ..settings import from_environment
-from . import host
 from .client import ControlClient
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.outputs import KVConnectorOutput
 
 logger = init_logger("vllm.lmcache_cartridge.tier_events")
 
@@ -51,21 +49,17 @@ class Content(NamedTuple):
 class TierEvents:
     """The events of one engine, in its scheduler's process. A thread asks a worker; `take` waits for nothing."""
 
-    def __init__(self, block_tokens: int) -> None:
-        """Events are of blocks of `block_tokens`, as the engine's own."""
-        self._block = block_tokens
+    def __init__(self, block_tokens: int, ask: Callable[..., list[Any]]) -> None:
+        """Look at the tiers from now on; `ask` calls a method of one worker's store. Events are of blocks of `block_tokens`, as
+        the engine's own.
+        """
+        self._block, self._ask = block_tokens, ask
         self._lock = threading.Lock()
         self._held: dict[str, dict[str, Content]] = {}
         """By medium and digest."""
         self._told: dict[str, dict[str, Content]] = {}
         self._contents: Lru[str, Content] = Lru(_MAX_CONTENTS)
-        self._following = False
-
-    def follow(self, ask: Callable[..., Any]) -> None:
-        """Look at the tiers from now on; `ask` calls a method of a worker's store. Later calls change nothing."""
-        if not self._following:
-            self._following = True
-            threading.Thread(target=self._look_on, args=(ask,), name="cartridge-events", daemon=True).start()
+        threading.Thread(target=self._look_on, name="cartridge-events", daemon=True).start()
 
     def take(self) -> list[KVCacheEvent]:
         """Return what has changed since the last call: blocks stored, and blocks removed."""
@@ -92,29 +86,23 @@ class TierEvents:
                 ]
         return events
 
-    def tell_again(self) -> None:
-        """Tell everything anew: who follows the stream was told that all is gone."""
-        with self._lock:
-            self._told = {}
-
-    def look(self, ask: Callable[..., Any]) -> None:
-        """Take in what the tiers hold. Blocks; raises `CartridgeError` where the worker does not answer."""
+    def _look(self) -> None:
         held: dict[str, dict[str, Content]] = {}
-        for tier, counts in ask("chunks_by_tier").items():
+        for tier, counts in self._ask("chunks_by_tier")[0].items():
             for digest, chunks in counts.items():
-                content = self._content(digest, ask)
+                content = self._content(digest)
                 if content is not None and chunks >= content.whole[tier]:
                     held.setdefault(_MEDIA[tier], {})[digest] = content
         with self._lock:
             self._held = held
 
-    def _content(self, digest: str, ask: Callable[..., Any]) -> Content | None:
+    def _content(self, digest: str) -> Content | None:
         """Return what a cartridge is; None for a chain, one that is not served, and one without a whole block."""
         if (content := self._contents.get(digest)) is not None:
             return content
         if "." in digest:  # a chain's, which the worker would say every time
             return None
-        token_ids, whole = ask("described", digest) or ([], {})
+        token_ids, whole = self._ask("described", digest)[0] or ([], {})
         blocks = len(token_ids) // self._block
         if not blocks:
             return None
@@ -123,10 +111,10 @@ class TierEvents:
         ]
         return self._contents.put(digest, Content(hashes, token_ids[: blocks * self._block], whole))
 
-    def _look_on(self, ask: Callable[..., Any]) -> None:
+    def _look_on(self) -> None:
         while True:
             try:
-                self.look(ask)
+                self._look()
             except CartridgeError as error:
                 logger.warning_once(f"KV events tell nothing of the cartridges' tiers: {error}")
                 with self._lock:
@@ -134,16 +122,12 @@ class TierEvents:
             time.sleep(_LOOK_S)
 
 
-class WorkersSocket(KVConnectorWorkerMetadata):
-    """Where rank 0 answers for its store, and what LMCache's own connector tells the scheduler."""
+@dataclass
+class WorkersStore(KVConnectorHandshakeMetadata):
+    """Where rank 0 answers for its store, which its worker tells the scheduler once both are there."""
 
-    def __init__(self, path: str, theirs: KVConnectorWorkerMetadata | None) -> None:
-        self.path, self.theirs = path, theirs
-
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Add what another rank tells."""
-        self.theirs = other if self.theirs is None else self.theirs.aggregate(other)
-        return self
+    path: str
+    block_tokens: int
 
 
 class TellsTiers:
@@ -151,57 +135,30 @@ class TellsTiers:
 
     _events: TierEvents | None = None
     """In the scheduler's process."""
-    _socket: str | None = None
-    """In rank 0's worker, until it was told."""
+    _store: WorkersStore | None = None
+    """In rank 0's worker."""
 
-    def tell_tiers(self, vllm_config: VllmConfig) -> None:
-        """Tell them from now on, where vLLM publishes events and the settings say so. In the scheduler's process."""
-        if _are_wanted(vllm_config):
-            self._events = TierEvents(vllm_config.cache_config.block_size)
+    def tell_tiers(self, vllm_config: VllmConfig, path: Callable[[], str]) -> None:
+        """Have the scheduler tell what this worker's store has, which answers at `path`, where vLLM publishes events and the
+        settings say so.
+        """
+        events, parallel = vllm_config.kv_events_config, vllm_config.parallel_config
+        is_first = parallel.rank % parallel.world_size == 0
+        if is_first and events is not None and events.enable_kv_cache_events and from_environment().kv_events:
+            self._store = WorkersStore(path(), vllm_config.cache_config.block_size)
 
-    def tell_socket(self, vllm_config: VllmConfig, path: Callable[[], str]) -> None:
-        """Tell the scheduler once where this worker's store answers."""
-        is_first = vllm_config.parallel_config.rank % vllm_config.parallel_config.world_size == 0
-        if is_first and _are_wanted(vllm_config):
-            self._socket = path()
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """Return what the scheduler's side should know of this worker."""
+        return self._store
 
-    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Return what the scheduler's side should know of this step."""
-        theirs = super().build_connector_worker_meta()  # type: ignore[misc]
-        path, self._socket = self._socket, None
-        return theirs if path is None else WorkersSocket(path, theirs)
-
-    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+    def set_xfer_handshake_metadata(self, metadata: Mapping[int, KVConnectorHandshakeMetadata]) -> None:
         """Take what the workers told."""
-        meta = connector_output.kv_connector_worker_meta
-        if isinstance(meta, WorkersSocket):
-            connector_output.kv_connector_worker_meta = meta.theirs
-            if self._events is not None:
-                client = ControlClient([meta.path])
-                self._events.follow(lambda *call: client.call(*call)[0])
-        super().update_connector_output(connector_output)  # type: ignore[misc]
-
-    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        """Hear of it when vLLM forgets its blocks, after which it publishes that all are gone. Raises `UnsupportedEngine`."""
-        super().bind_gpu_block_pool(gpu_block_pool)  # type: ignore[misc]
-        if (events := self._events) is not None:
-            reset = host.attribute(gpu_block_pool, "reset_prefix_cache")
-
-            def reset_and_tell() -> bool:
-                if done := reset():
-                    events.tell_again()
-                return done
-
-            gpu_block_pool.reset_prefix_cache = reset_and_tell  # type: ignore[method-assign]
+        for store in metadata.values():
+            assert isinstance(store, WorkersStore), "LMCache's connectors have none"
+            self._events = TierEvents(store.block_tokens, ControlClient([store.path]).call)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Return the events since the last call, LMCache's own first."""
         yield from super().take_events()  # type: ignore[misc]
         if self._events is not None:
             yield from self._events.take()
-
-
-def _are_wanted(vllm_config: VllmConfig) -> bool:
-    """Whether vLLM publishes events and the settings want ours among them."""
-    events = vllm_config.kv_events_config
-    return events is not None and events.enable_kv_cache_events and from_environment().kv_events

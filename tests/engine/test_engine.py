@@ -119,7 +119,7 @@ def test_the_block_that_requests_share_is_lost_by_none_of_them(monkeypatch):
 def test_a_device_tier_is_refused_where_vllm_may_sleep(home, monkeypatch, may_sleep, device_chunks):
     """On a CPU none ever does."""
     store = home.open(settings={"device_bytes": device_chunks * CHUNK_BYTES})
-    monkeypatch.setattr(backend, "stores", lambda: [store])
+    monkeypatch.setattr(backend, "worker_store", lambda: store)
     connector = CartridgeConnector.__new__(CartridgeConnector)
     connector._config = _changed(enable_sleep_mode=may_sleep)
     refused = pytest.raises(UnsupportedEngine, match="`device_bytes: 0`")

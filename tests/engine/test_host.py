@@ -32,7 +32,7 @@ PROMISED = {
     "vllm.engine.protocol": {"EngineClient"},
     "vllm.v1.kv_cache_interface": {"AttentionSpec", "FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec"},
     "vllm.distributed.kv_transfer.kv_connector.v1.base": {
-        "KVConnectorRole", "KVConnectorMetadata", "KVConnectorWorkerMetadata",
+        "KVConnectorHandshakeMetadata", "KVConnectorMetadata", "KVConnectorRole",
     },
     "vllm.distributed.kv_events": {"MEDIUM_CPU", "MEDIUM_STORAGE", "BlockRemoved", "BlockStored", "KVCacheEvent"},
     "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector": {"LMCacheConnectorV1"},

@@ -34,6 +34,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.request import Request
 from waiting import until
 
+from lmcache_cartridge.engine import host_inprocess
 from lmcache_cartridge.engine.backend import CartridgeBackend
 from lmcache_cartridge.engine.capture import captured
 from lmcache_cartridge.engine.contract import ADAPTER, CAPTURE, GRANT, TAG, TENANT
@@ -220,8 +221,9 @@ def _saved(lost: Lost, steps: list[Any], failed: set[int]) -> list[str]:
     return [step.req_id for step in steps if step.save_spec.can_save]
 
 
-def test_nothing_is_saved_that_rests_on_what_could_not_be_loaded():
-    lost = Lost(4, lambda blocks: blocks)
+def test_nothing_is_saved_that_rests_on_what_could_not_be_loaded(monkeypatch):
+    monkeypatch.setattr(host_inprocess, "over_ranks", lambda blocks: blocks)
+    lost = Lost(4)
     steps = [_step("a", [1, 2, 3], loads=True), _step("b", [4, 5]), _step("shares", [2, 9])]
     assert _saved(lost, steps, {2}) == ["b"]
     steps = [_step("a", [1, 2, 3]), _step("b", [4, 5]), _step("new", [2, 8]), _step("shares", [12])]
@@ -231,9 +233,10 @@ def test_nothing_is_saved_that_rests_on_what_could_not_be_loaded():
     assert _saved(lost, [_step("a", [7])], set()) == ["a"]
 
 
-def test_what_one_rank_could_not_load_no_rank_saves():
+def test_what_one_rank_could_not_load_no_rank_saves(monkeypatch):
     asked: list[set[int]] = []
-    lost = Lost(4, lambda blocks: asked.append(blocks) or blocks | {3})
+    monkeypatch.setattr(host_inprocess, "over_ranks", lambda blocks: asked.append(blocks) or blocks | {3})
+    lost = Lost(4)
     assert _saved(lost, [_step("a", [1]), _step("b", [3])], set()) == ["a", "b"]
     assert not asked, "ranks wait for each other only in steps that load"
     assert _saved(lost, [_step("a", [1], loads=True), _step("b", [3])], set()) == ["a"]

@@ -23,7 +23,7 @@ from lmcache_cartridge.settings import SECRET_VARIABLE, from_mapping
 
 with warnings.catch_warnings():  # torch's, while vLLM is imported
     warnings.simplefilter("ignore")
-    from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+    from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
 
 
 P, BLOCK = 1024, 128
@@ -55,9 +55,7 @@ class Stream:
         """Return what an index has of a medium now, by block hash."""
         held: dict[int, BlockStored] = {}
         for event in list(self.events):
-            if isinstance(event, AllBlocksCleared):
-                held.clear()
-            elif event.medium == medium and isinstance(event, BlockStored):
+            if event.medium == medium and isinstance(event, BlockStored):
                 held |= dict.fromkeys(event.block_hashes, event)
             elif event.medium == medium and isinstance(event, BlockRemoved):
                 for block_hash in event.block_hashes:
@@ -108,7 +106,7 @@ def servers(tmp_path_factory, ids):
             port = free_port()
             events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{port}"}
             args = [*SERVER_ARGS, "--kv-events-config", json.dumps(events)]
-            environment = SMALL | {SECRET_VARIABLE: "s" * 40, "VLLM_SERVER_DEV_MODE": "1"}
+            environment = SMALL | {SECRET_VARIABLE: "s" * 40}
             launch = plan(MODEL, settings, on_load_failure="fail", mode=mode, vllm_args=args)
             stream = Stream(port)
             stack.callback(stream.close)
@@ -119,7 +117,7 @@ def servers(tmp_path_factory, ids):
 
 @pytest.mark.parametrize("mode", ["in-process", "multiprocess"])
 @pytest.mark.parametrize("kind", ["prefill", "trained"])
-def test_what_the_tiers_hold_is_told_until_it_is_evicted_and_again_after_all_was_cleared(servers, ids, mode, kind):
+def test_what_the_tiers_hold_is_told_until_it_is_evicted(servers, ids, mode, kind):
     server = servers[mode]
     server.asker.complete("x", [kind])
     positions = P if kind == "prefill" else 512
@@ -132,9 +130,6 @@ def test_what_the_tiers_hold_is_told_until_it_is_evicted_and_again_after_all_was
     for medium in ("CPU", "STORAGE"):
         server.tell(lambda _, medium=medium: told(medium))
     assert all(e.block_size == BLOCK for e in server.stream.blocks("CPU").values())
-    until(lambda: server.asker.http.post("/reset_prefix_cache").is_success)
-    server.tell(lambda stream: any(isinstance(e, AllBlocksCleared) for e in stream.events))
-    server.tell(lambda _: told("CPU") and told("STORAGE"))
     server.asker.http.post(f"/v1/cartridges/{kind}/evict").raise_for_status()
     server.tell(lambda _: not told("CPU") and not told("STORAGE"))
 
