@@ -1,4 +1,4 @@
-"""L1Copies: what LMCache's server was handed for one rank of an engine, having it drop that, and having it ask for more.
+"""L1Copies: what LMCache's server was handed for one rank of an engine, and having it drop that.
 
 LMCache's server keeps what it loads in memory of its own (`--l2-prefetch-policy retain`), out of reach of the adapter
 that it came from. Its HTTP API deletes by key, what is in use left alone; so the keys are remembered.
@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from ..artifact.lru import Lru
@@ -21,7 +20,6 @@ _MAX_KEYS = 1 << 17
 _BATCH = 10_000
 """Keys that LMCache 0.5.6 takes in one request."""
 _TIMEOUT_S = 10.0
-_POLL_S = 0.02
 
 
 class L1Copies:
@@ -48,21 +46,6 @@ class L1Copies:
         for start in range(0, len(keys), _BATCH):
             self._delete(keys[start : start + _BATCH])
 
-    def fill(self, model_name: str, world: int, salt: str, token_ids: Sequence[int]) -> None:
-        """Have LMCache copy what we have of a prompt into its memory, for all ranks. Blocks; a failure is logged."""
-        if self._url is None:
-            return
-        body = {"model_name": model_name, "world_size": world, "token_ids": list(token_ids), "cache_salt": salt}
-        deadline = time.monotonic() + _TIMEOUT_S
-        try:
-            job = self._ask("POST", "/cache/prefetches", body)
-            # LMCache 0.5.6 remembers a job until it has been told of its end.
-            while job["status"] in ("submitted", "pending") and time.monotonic() < deadline:
-                time.sleep(_POLL_S)
-                job = self._ask("GET", f"/cache/prefetches/{job['request_id']}")
-        except (OSError, ValueError) as error:
-            logger.warning("LMCache's server may have no copies of what is preloaded yet: %s", error)
-
     def _delete(self, keys: list[Any]) -> None:
         encoded = [
             {
@@ -71,8 +54,15 @@ class L1Copies:
             }
             for key in keys
         ]  # fmt: skip
+        request = urllib.request.Request(
+            f"{self._url}/cache/objects",
+            json.dumps({"tier": "l1", "keys": encoded}).encode(),
+            {"Content-Type": "application/json"},
+            method="DELETE",
+        )
         try:
-            answer = self._ask("DELETE", "/cache/objects", {"tier": "l1", "keys": encoded})
+            with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as reply:
+                answer = json.load(reply)
         except (OSError, ValueError) as error:
             logger.warning("LMCache's server keeps its copies of %d chunks: %s", len(keys), error)
             return
@@ -81,10 +71,3 @@ class L1Copies:
             return
         for key in keys:
             self._keys.pop(key)
-
-    def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        data = None if body is None else json.dumps(body).encode()
-        headers = {"Content-Type": "application/json"}
-        request = urllib.request.Request(f"{self._url}{path}", data, headers, method=method)
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as reply:
-            return json.load(reply)

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from lmcache.lmcache_native import Bitmap
@@ -24,25 +24,23 @@ from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache.v1.memory_management import MemoryObj
 from lmcache.v1.platform import create_event_notifier
+from pydantic import Field, ValidationError
 
 from ..artifact.cartridge import Place
 from ..artifact.lru import Lru
-from ..artifact.reading import load_manifest, load_token_ids
-from ..errors import CartridgeError, ModelMismatch, SettingsError, UnsupportedEngine
+from ..errors import CartridgeError, SettingsError, UnsupportedEngine
 from ..memory.claims import Claim
 from ..memory.described import Engine
-from ..memory.holds import Readiness
-from ..memory.layout import HELD, rank_heads
+from ..memory.layout import HELD
 from ..memory.store import CartridgeStore
 from ..memory.tiles import WORD, has_blocks, is_tiled, unpack
-from ..settings import from_mapping
+from ..settings import Settings
 from . import capture, host
 from .capture import Captures
 from .contract import CONTROL
 from .control import ControlServer
 from .l1_copies import L1Copies
 from .l2_tasks import Task, Tasks
-from .refusals import IN_FP8
 from .report import Report, ReportServer, check_ids
 from .salts import is_check, tag_part, tag_salt
 from .trust import opened
@@ -62,6 +60,19 @@ _MAX_TAGS = 1 << 16
 """Cartridges and chains whose salts are remembered."""
 
 
+class Parameters(Settings):
+    """`adapter_params` of LMCache's server: settings, and what is of this mode alone."""
+
+    control: Annotated[str, Field(min_length=1)]
+    """Path of our socket."""
+    store_ack: bool = True
+    """Whether LMCache hears that what it stores here is stored."""
+    lmcache_http: str | None = None
+    """Where LMCache's server answers HTTP, so that evicting drops its copies too."""
+    engines: Annotated[int, Field(ge=1)] = 1
+    """How many engines of different names may be served at once: each has an equal part of `cpu_bytes`."""
+
+
 class CartridgeL2Adapter(L2AdapterInterface):
     """Answers LMCache's lookups from one `CartridgeStore` for each engine rank that has confirmed what it is.
 
@@ -70,26 +81,18 @@ class CartridgeL2Adapter(L2AdapterInterface):
     """
 
     def __init__(self, params: Mapping[str, Any], *, l1_memory_desc: Any = None) -> None:
-        """Called by LMCache's server. `params` are `control`, the path of our socket, settings, and what may be left out:
-        `store_ack`, `lmcache_http`, where LMCache's server answers HTTP, so that evicting drops its copies too, and
-        `engines`, how many engines of different names may be served at once: each has an equal part of `cpu_bytes`.
-
-        Raises `CartridgeError`, which ends the server's start, with what is wrong.
-        """
+        """Called by LMCache's server. Raises `CartridgeError`, which ends the server's start, with what is wrong."""
         super().__init__(max_capacity_bytes=0)
-        own = dict(params)
-        control, self._acknowledge = own.pop("control", None), own.pop("store_ack", True)
-        self._http, self._engines = own.pop("lmcache_http", None), own.pop("engines", 1)
-        if not control or not isinstance(self._acknowledge, bool):
-            raise SettingsError(
-                "adapter_params need `control`, the path of a Unix socket; `store_ack` is true or false"
-            )
-        if not isinstance(self._engines, int) or self._engines < 1:
-            raise SettingsError("adapter_params.engines is a number from 1 on")
-        settings = from_mapping(own, "adapter_params.")
-        check_versions(unproven=settings.unproven_versions)
+        try:
+            given = Parameters(**params)
+        except ValidationError as error:
+            raise SettingsError(f"adapter_params: {error}") from None
+        check_versions(unproven=given.unproven_versions)
         host.verify("adapter")
-        self._settings = settings.model_copy(update={"cpu_bytes": settings.cpu_bytes // self._engines})
+        self._parameters, self._settings = (
+            given,
+            given.model_copy(update={"cpu_bytes": given.cpu_bytes // given.engines}),
+        )
         self._l1_bytes = getattr(l1_memory_desc, "size", None)
         self._ranks: dict[tuple[str, int], EngineRank] = {}
         self._present: Counter[tuple[str, int]] = Counter()
@@ -104,8 +107,8 @@ class CartridgeL2Adapter(L2AdapterInterface):
         self._store_ids, self._store_event = count(1), create_event_notifier()
         self._lookups = Tasks("lookup", _LOOKUP_THREADS, self._settings.lookup_timeout_s + _LOOKUP_GRACE_S)
         self._loads = Tasks("load", _LOAD_THREADS, _LOAD_DEADLINE_S)
-        self._reports = ReportServer(Path(control), self._accept, self._gone)
-        logger.info("cartridges of %s wait for vLLM's workers at %s", self._settings.home, control)
+        self._reports = ReportServer(Path(given.control), self._accept, self._gone)
+        logger.info("cartridges of %s wait for vLLM's workers at %s", given.home, given.control)
 
     # What vLLM's workers tell.
 
@@ -154,9 +157,9 @@ class CartridgeL2Adapter(L2AdapterInterface):
         """Close the stores of engines that are gone. The lock is held. Raises `UnsupportedEngine` where too many are not."""
         others = {name for name, _ in self._ranks} - {model_name}
         living = {name for name in others if any(self._present[rank] for rank in self._ranks if rank[0] == name)}
-        if len(living) >= self._engines:
+        if len(living) >= self._parameters.engines:
             raise UnsupportedEngine(
-                f"LMCache's server has memory for the cartridges of {self._engines} engine(s) and serves "
+                f"LMCache's server has memory for the cartridges of {self._parameters.engines} engine(s) and serves "
                 f"{', '.join(sorted(living))}: end that, start this engine with an LMCache server and `control` of its own, "
                 f'or set "engines": {len(living) + 1} in adapter_params, which divides cpu_bytes among them'
             )
@@ -169,14 +172,10 @@ class CartridgeL2Adapter(L2AdapterInterface):
             raise UnsupportedEngine(
                 f"KV in the layout {report.layout} cannot be made here; install one version on both sides"
             )
-        tensor_rank = report.rank % report.tensor_ranks
-        own = rank_heads(report.fingerprint.kv_heads, tensor_rank, report.tensor_ranks)
-        if len(own) != report.heads:
-            raise ModelMismatch(f"rank {report.rank} of {report.world} has {report.heads} KV heads, not {len(own)}")
         engine = Engine(
             fingerprint=report.fingerprint,
             chunk_tokens=report.chunk_tokens,
-            rank=tensor_rank,
+            rank=report.rank % report.tensor_ranks,
             world=report.tensor_ranks,
             layout=report.layout,
             hasher=host.server_hasher(report.chunk_tokens),
@@ -187,7 +186,9 @@ class CartridgeL2Adapter(L2AdapterInterface):
             quantiser=report.quantiser,
         )
         store = opened(self._settings, engine)
-        return EngineRank(report, store, self._tags, self._l1_bytes and self._l1_bytes // report.world, self._http)
+        return EngineRank(
+            report, store, self._tags, self._l1_bytes and self._l1_bytes // report.world, self._parameters.lmcache_http
+        )
 
     # Lookup: LMCache's prefetch thread.
 
@@ -275,7 +276,7 @@ class CartridgeL2Adapter(L2AdapterInterface):
             if rank is not None and chunk.raw_tensor is not None:
                 rank.captures.keep(key.cache_salt, _hash(key), _raw(chunk))
         task_id = next(self._store_ids)
-        self._stored[task_id] = L2StoreResult(self._acknowledge, 0)
+        self._stored[task_id] = L2StoreResult(self._parameters.store_ack, 0)
         self._store_event.notify()
         return task_id
 
@@ -289,14 +290,8 @@ class CartridgeL2Adapter(L2AdapterInterface):
         return api.MemoryTags(api.MemorySegment.STORAGE, api.MemoryResidency.LOCAL)
 
     def report_status(self) -> dict[str, Any]:
-        """Return what each engine rank is served, as plain values."""
-        with self._lock:
-            ranks = list(self._ranks.values())
-        return {
-            "is_healthy": True,
-            "home": str(self._settings.home),
-            "engines": [{"model": s.report.model_name, "layout": s.report.layout} | s.status() for s in ranks],
-        }
+        """Return nothing but that we are there: vLLM's `/metrics` tell what each rank is served."""
+        return {"is_healthy": True}
 
     def close(self) -> None:
         """End all work; no buffer of LMCache's is touched afterwards. Blocks for what is being copied or looked up."""
@@ -324,7 +319,6 @@ class EngineRank:
         self.report, self._store, self._tags, self._l1_bytes = report, store, tags, l1_bytes
         self.control, self.copies = ControlServer(lambda: self), L1Copies(http)
         self._dtype, self._objects = _objects(report, store)
-        self._filled: Lru[str, None] = Lru(_MAX_TAGS)
         self.captures = Captures((l1_bytes or 1 << 30) // store.shape.size_bytes)
 
     def __getattr__(self, name: str) -> Any:
@@ -357,19 +351,8 @@ class EngineRank:
         logger.warning("a cartridge is not served: %s", why)
         return why
 
-    def preload(self, tag: str, places: Mapping[str, Place]) -> Readiness:
-        """See `CartridgeStore.preload`. Once it is in memory LMCache copies it too."""
-        state = self._store.preload(tag, places)
-        if tag in places and state.resident == state.chunks and self.report.rank == 0 and tag not in self._filled:
-            self._filled.put(tag, None)
-            self._tags.put(tag_salt(tag), tag)
-            ids = load_token_ids(load_manifest(places[tag].root, tag, payload=False), places[tag].root).tolist()
-            self.copies.fill(self.report.model_name, self.report.world, tag_salt(tag), ids)
-        return state
-
     def evict(self, digest: str) -> int:
         """See `CartridgeStore.evict`. LMCache's own copies of what is in no memory of ours any more go too."""
-        self._filled.pop(digest)
         evicted = self._store.evict(digest)
         self.copies.drop(lambda key: self._is_of(key, digest))
         return evicted
@@ -377,8 +360,6 @@ class EngineRank:
     def captured(self, name: str, token_ids: list[int], chunk: int) -> bytes | None:
         """See `capture.captured`."""
         report, shape = self.report, self._store.shape
-        if report.quantiser:
-            raise UnsupportedEngine(IN_FP8)
         if report.groups or report.stages > 1 or shape.planes == 1:
             raise UnsupportedEngine(
                 "KV cannot be fetched from engines of several stages, with groups of layers or latent vectors"

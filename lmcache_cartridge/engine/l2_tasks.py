@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
@@ -13,17 +12,16 @@ from lmcache.lmcache_native import Bitmap
 from lmcache.v1.platform import create_event_notifier
 
 from ..errors import CartridgeError
+from .frames import loop
 
 logger = logging.getLogger(__name__)
-
-_SWEEP_S = 0.05
 
 
 class Task:
     """One lookup or load. What is added when it is over does not count."""
 
-    def __init__(self, size: int, deadline: float) -> None:
-        self.bitmap, self.deadline, self.over = Bitmap(size), deadline, False
+    def __init__(self, size: int) -> None:
+        self.bitmap, self.over = Bitmap(size), False
         self._lock = threading.Lock()
 
     def add(self, positions: Sequence[int], write: Callable[[], None] | None = None) -> bool:
@@ -54,15 +52,14 @@ class Tasks:
         self._ids = count(1)
         self._tasks: dict[int, Task] = {}
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix=f"cartridge-l2-{name}")
-        self._stopping = threading.Event()
-        self._sweeper = threading.Thread(target=self._sweep, name=f"cartridge-l2-{name}-sweep", daemon=True)
-        self._sweeper.start()
+        self._loop = loop(f"cartridge-l2-{name}-late")
 
     def submit(self, size: int, work: Callable[[Task], None]) -> int:
         """Have `work` done and return the task's id. Does not block, and does not raise."""
-        task_id, task = next(self._ids), Task(size, time.monotonic() + self._deadline_s)
+        task_id, task = next(self._ids), Task(size)
         self._tasks[task_id] = task
         try:
+            self._loop.call_soon_threadsafe(self._loop.call_later, self._deadline_s, self._late, task)
             self._pool.submit(self._run, task, work)
         except RuntimeError:  # closed
             self._end(task)
@@ -78,8 +75,7 @@ class Tasks:
 
     def close(self) -> None:
         """End every task, and wait for the threads."""
-        self._stopping.set()
-        self._sweeper.join()
+        self._loop.call_soon_threadsafe(self._loop.stop)
         for task in list(self._tasks.values()):
             self._end(task)
         self._pool.shutdown(wait=True, cancel_futures=True)
@@ -99,9 +95,7 @@ class Tasks:
         if task.end():  # the result is there before LMCache is told
             self._notifier.notify()
 
-    def _sweep(self) -> None:
-        while not self._stopping.wait(_SWEEP_S):
-            now = time.monotonic()
-            for task in [task for task in list(self._tasks.values()) if not task.over and task.deadline < now]:
-                logger.warning("a cartridge lookup or load took too long; LMCache is told of a miss")
-                self._end(task)
+    def _late(self, task: Task) -> None:
+        if not task.over:
+            logger.warning("a cartridge lookup or load took too long; LMCache is told of a miss")
+            self._end(task)
