@@ -43,7 +43,7 @@ def _checks(settings: Settings) -> Iterator[Check]:
     run = "" if pair is None or pair.level == "proven" else f"; {pair.level}"
     for name, version in found.items():
         problem = wrong.get(name)
-        may_run = problem is None or (settings.unproven_versions and not problem.is_final)
+        may_run = problem is None or (settings.unproven_versions and version)
         status = "ok" if problem is None else "warn" if may_run else "FAIL"
         yield Check(status, name, problem.finding if problem else f"{version}{run}", problem.fix if problem else "")
     how = "blocks are copied" if on_cpu() else "by LMCache's kernel, once it is seen to write what vLLM's op writes"

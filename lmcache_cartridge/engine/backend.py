@@ -61,7 +61,7 @@ class CartridgeBackend(StoragePluginInterface):
             self.store = self._open()
             """None in the scheduler's process, which has no memory to serve from."""
             if self.store is not None:
-                self._objects = MemoryObjects(self.store.shape)
+                self._over = memory_objects(self.store.shape)
         except Exception as error:
             CartridgeBackend.refusal = error
             raise
@@ -125,7 +125,7 @@ class CartridgeBackend(StoragePluginInterface):
         try:
             if keys and self.store is not None:
                 # LMCache asks for the chunks of one request, and a request has one set of tags.
-                found = self.store.lend_run([key.chunk_hash for key in keys], _tag(keys[0]), self._objects.over)
+                found = self.store.lend_run([key.chunk_hash for key in keys], _tag(keys[0]), self._over)
         except Exception:
             found = _failed([])
         return found + [None] * (len(keys) - len(found))
@@ -176,25 +176,25 @@ def _failed(answer: Any) -> Any:
     return answer
 
 
-class MemoryObjects:
-    """Makes memory objects over chunks of one shape, a fresh one for each hold: LMCache counts references in it."""
+def memory_objects(shape: ChunkShape) -> Callable[[torch.Tensor, Callable[[], None]], MemoryObj]:
+    """Return what makes a memory object over the bytes of a loan, LMCache's to release, which ends the loan. Copies nothing.
 
-    def __init__(self, shape: ChunkShape) -> None:
-        self._size = torch.Size([2 * shape.heads, shape.layers, shape.tokens, shape.head_size])
-        self._dtype, self._bytes = HELD[shape.dtype], shape.size_bytes
-        self.over(
-            torch.empty(0, dtype=torch.uint8), lambda: None
-        )  # else found by a request, where LMCache's has changed
+    A fresh one for each hold: LMCache counts references in it.
+    """
+    size = torch.Size([2 * shape.heads, shape.layers, shape.tokens, shape.head_size])
+    dtype = HELD[shape.dtype]
 
-    def over(self, data: torch.Tensor, end: Callable[[], None]) -> MemoryObj:
-        """Return an object over the bytes of a loan, LMCache's to release, which ends the loan. Copies nothing."""
+    def over(data: torch.Tensor, end: Callable[[], None]) -> MemoryObj:
         metadata = MemoryObjMetadata(
-            self._size, self._dtype, data.data_ptr(), self._bytes, ref_count=1, fmt=MemoryFormat.KV_2LTD,
-            shapes=[self._size], dtypes=[self._dtype],
+            size, dtype, data.data_ptr(), shape.size_bytes, ref_count=1, fmt=MemoryFormat.KV_2LTD, shapes=[size],
+            dtypes=[dtype],
         )  # fmt: skip
         made = CartridgeMemory(data, metadata, _LENDER)
         made.end_loan = end
         return made
+
+    over(torch.empty(0, dtype=torch.uint8), lambda: None)  # else found by a request, where LMCache's have changed
+    return over
 
 
 class CartridgeMemory(TensorMemoryObj):

@@ -74,8 +74,6 @@ class _Lines:
             )
         results = []
         for answer in answers:
-            if isinstance(answer, asyncio.IncompleteReadError):
-                raise UnsupportedEngine(f"a worker ended while it was asked for {message[0]}")
             if isinstance(answer, BaseException):
                 raise UnsupportedEngine(f"a worker does not answer {message[0]}: {answer}")
             if answer[0] is not None:

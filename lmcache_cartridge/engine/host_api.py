@@ -91,11 +91,10 @@ def before_shutdown(engine_client: Any, wait: Callable[[float], None]) -> None:
     Raises `UnsupportedEngine`.
     """
     stop, timeout_s = attribute(engine_client, "shutdown"), attribute(engine_client.vllm_config, "shutdown_timeout")
-    waited: list[bool] = []
 
     def shutdown(timeout: float | None = None) -> None:
-        if not waited and not engine_client.errored:
-            waited.append(True)
+        engine_client.shutdown = stop
+        if not engine_client.errored:
             wait(timeout_s)
         stop(timeout=timeout)
 

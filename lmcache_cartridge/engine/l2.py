@@ -28,7 +28,7 @@ from pydantic import Field, ValidationError
 
 from ..artifact.cartridge import Place
 from ..artifact.lru import Lru
-from ..errors import CartridgeError, SettingsError, UnsupportedEngine
+from ..errors import SettingsError, UnsupportedEngine
 from ..memory.claims import Claim
 from ..memory.described import Engine
 from ..memory.layout import HELD
@@ -378,10 +378,10 @@ class EngineRank:
 
 
 def _rows(keys: Sequence[ObjectKey]) -> list[list[int]]:
-    """Return the positions of each rank's and group's keys; within one they are in the prompt's order."""
+    """Return the positions of each rank's and group's keys, of one request; within one they are in the prompt's order."""
     rows: dict[tuple, list[int]] = {}
     for i, key in enumerate(keys):
-        rows.setdefault((key.model_name, key.kv_rank, key.object_group_id, key.cache_salt), []).append(i)
+        rows.setdefault((key.kv_rank, key.object_group_id), []).append(i)
     return list(rows.values())
 
 
@@ -408,11 +408,7 @@ def _raw(chunk: MemoryObj) -> torch.Tensor:
 
 
 def _fill(target: MemoryObj, chunk: torch.Tensor, groups: Sequence[Sequence[int]] = ()) -> None:
-    """Copy a chunk, the layers of each group together."""
-    if target.get_size() != chunk.numel():
-        raise UnsupportedEngine(f"LMCache's buffer has {target.get_size()} bytes, a chunk {chunk.numel()}")
-    if target.raw_tensor is None:
-        raise CartridgeError("LMCache took its buffer back before it was filled")
+    """Copy a chunk, the layers of each group together. Raises where the buffer is gone, or of another size."""
     order = [layer for group in groups for layer in group] or [0]
     for row, layer in zip(_raw(target).chunk(len(order)), order, strict=True):
         row.copy_(chunk.chunk(len(order))[layer])

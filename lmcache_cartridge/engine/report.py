@@ -169,18 +169,15 @@ _decode_report = msgspec.msgpack.Decoder(tuple[Report, str]).decode
 
 
 def _take_place(path: Path) -> None:
-    """Make the socket's directory, and remove what a dead adapter left there."""
+    """Make the socket's directory, and see that nobody listens there."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = path.parent.stat()
     if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o022:
         raise UnsupportedEngine(
             f"{path.parent} may be written to by other users; put `control` into a directory of yours"
         )
-    if not path.exists():
-        return
     try:
         frames.connect(str(path)).close()
-    except OSError:
-        path.unlink(missing_ok=True)
+    except OSError:  # nobody does, and a dead one's socket is replaced
         return
     raise UnsupportedEngine(f"another adapter listens at {path}; give each its own `control`")

@@ -54,7 +54,6 @@ class TierEvents:
         the engine's own.
         """
         self._block, self._ask = block_tokens, ask
-        self._lock = threading.Lock()
         self._held: dict[str, dict[str, Content]] = {}
         """By medium and digest."""
         self._told: dict[str, dict[str, Content]] = {}
@@ -64,26 +63,25 @@ class TierEvents:
     def take(self) -> list[KVCacheEvent]:
         """Return what has changed since the last call: blocks stored, and blocks removed."""
         events: list[KVCacheEvent] = []
-        with self._lock:
-            for medium in sorted(self._held.keys() | self._told.keys()):
-                told, held = self._told.get(medium, {}), self._held.get(medium, {})
-                self._told[medium] = held
-                gone = [hash_ for digest, content in told.items() if digest not in held for hash_ in content.hashes]
-                if gone:
-                    events.append(BlockRemoved(block_hashes=gone, medium=medium))
-                events += [
-                    BlockStored(
-                        block_hashes=content.hashes,
-                        parent_block_hash=None,
-                        token_ids=content.token_ids,
-                        block_size=self._block,
-                        lora_id=None,
-                        medium=medium,
-                        lora_name=None,
-                    )  # fmt: skip
-                    for digest, content in held.items()
-                    if digest not in told
-                ]
+        told_by_medium, self._told = self._told, self._held
+        for medium in sorted(self._told.keys() | told_by_medium.keys()):
+            told, held = told_by_medium.get(medium, {}), self._told.get(medium, {})
+            gone = [hash_ for digest, content in told.items() if digest not in held for hash_ in content.hashes]
+            if gone:
+                events.append(BlockRemoved(block_hashes=gone, medium=medium))
+            events += [
+                BlockStored(
+                    block_hashes=content.hashes,
+                    parent_block_hash=None,
+                    token_ids=content.token_ids,
+                    block_size=self._block,
+                    lora_id=None,
+                    medium=medium,
+                    lora_name=None,
+                )
+                for digest, content in held.items()
+                if digest not in told
+            ]
         return events
 
     def _look(self) -> None:
@@ -93,8 +91,7 @@ class TierEvents:
                 content = self._content(digest)
                 if content is not None and chunks >= content.whole[tier]:
                     held.setdefault(_MEDIA[tier], {})[digest] = content
-        with self._lock:
-            self._held = held
+        self._held = held
 
     def _content(self, digest: str) -> Content | None:
         """Return what a cartridge is; None for a chain, one that is not served, and one without a whole block."""
@@ -117,8 +114,7 @@ class TierEvents:
                 self._look()
             except CartridgeError as error:
                 logger.warning_once(f"KV events tell nothing of the cartridges' tiers: {error}")
-                with self._lock:
-                    self._held = {}
+                self._held = {}
             time.sleep(_LOOK_S)
 
 

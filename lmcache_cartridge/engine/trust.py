@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections import Counter
 from collections.abc import Iterable
 
@@ -39,7 +38,7 @@ class Trust:
         """Of each digest that this engine was tried with, by its canary: whether the engine answered right."""
         self.wanted: set[str] = set()
         """Those that could have answered such a prompt, had the engine been tried with them."""
-        self._withdrawals, self._lock = Withdrawals(settings.quarantine_dir), threading.Lock()
+        self._withdrawals = Withdrawals(settings.quarantine_dir)
         earlier = self._withdrawals.earlier()
         registered = {row.digest for row in registry.having(earlier) if not row.location.startswith(self._private)}
         self._withdrawals.withdraw(earlier - (registered - catalog.quarantined.keys()))
@@ -66,28 +65,24 @@ class Trust:
 
     def want(self, digest: str) -> None:
         """Note one that could have answered such a prompt, had the engine been tried with it."""
-        with self._lock:
-            self.wanted.add(digest)
+        self.wanted.add(digest)
 
     def untried(self) -> list[str]:
         """Return the digests of those that were wanted since the last call."""
-        with self._lock:
-            untried, self.wanted = sorted(self.wanted), set()
-        return untried
+        untried, self.wanted = self.wanted, set()
+        return sorted(untried)
 
     def tried(self, digest: str, canary: str, passed: bool) -> None:
         """Note whether this engine answers a canary of a cartridge right, of several copies each its own; "" for one that
         has none which could be asked.
         """
-        with self._lock:
-            self._trials[digest] = self._trials.get(digest, {}) | {canary: passed}
-            self.wanted.discard(digest)
+        self._trials[digest] = self._trials.get(digest, {}) | {canary: passed}
+        self.wanted.discard(digest)
         self.withdraw()
 
     def begin_trials(self) -> None:
         """Forget how trials ended: the engine is another one from now on."""
-        with self._lock:
-            self._trials = {}
+        self._trials = {}
 
     def note(self, digests: Iterable[str]) -> bool:
         """Note who is about to answer a prompt that does not name it; False where it must not."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from importlib import metadata
 from typing import NamedTuple
@@ -41,21 +40,17 @@ class Problem(NamedTuple):
 
     finding: str
     fix: str
-    is_final: bool = False
-    """Whether it is refused whatever the options."""
 
 
 def versions() -> dict[str, str | None]:
     """Return the version of vLLM and of LMCache in this environment, None where one is not installed.
 
-    A module that is loaded is asked itself. Nothing is imported: vLLM takes seconds.
+    Nothing is imported: vLLM takes seconds.
     """
     return {name: _version(name) for name in PROVEN}
 
 
 def _version(name: str) -> str | None:
-    if reported := getattr(sys.modules.get(name), "__version__", None):
-        return str(reported)
     for distribution in (name, f"{name}-cpu"):
         try:
             return metadata.version(distribution)
@@ -77,8 +72,7 @@ def problems() -> dict[str, Problem]:
     """Return what is wrong with the versions of vLLM and LMCache, by name."""
     found = versions()
     if None in found.values():
-        missing = Problem("not installed", ENGINE, is_final=True)
-        return {name: missing for name, version in found.items() if version is None}
+        return {name: Problem("not installed", ENGINE) for name, version in found.items() if version is None}
     if tried(found) is not None:
         return {}
     return {
@@ -94,6 +88,7 @@ def problems() -> dict[str, Problem]:
 
 def check_versions(*, unproven: bool) -> None:
     """Raise `UnsupportedEngine` where vLLM and LMCache were not run together, unless `unproven` ones may."""
+    found = versions()
     for name, problem in problems().items():
-        if problem.is_final or not unproven:
+        if found[name] is None or not unproven:
             raise UnsupportedEngine(f"{name} is {problem.finding}: {problem.fix}")

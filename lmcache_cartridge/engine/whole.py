@@ -48,8 +48,6 @@ class Tail(NamedTuple):
 class _Owed(NamedTuple):
     first: int
     until: int
-    skip: int
-    """See `Tail`."""
     is_tail: bool
     """Whether all whole chunks were found."""
     turn: int
@@ -76,7 +74,7 @@ class Whole:
         whole = until // self._chunk * self._chunk
         is_tail = found >= whole
         first = max(computed, whole) if is_tail else computed
-        self._owed[request.request_id] = _Owed(first, until, first - whole, is_tail, int(is_async and is_tail))
+        self._owed[request.request_id] = _Owed(first, until, is_tail, int(is_async and is_tail))
         return until
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
@@ -90,7 +88,8 @@ class Whole:
         slots = [ids[at // block] * block + at % block for at in range(owed.first, owed.until)]
         if owed.is_tail:
             tag = (request.kv_transfer_params or {})[TAG]
-            self._tails.append(Tail(request.request_id, tag, owed.skip, slots, owed.turn))
+            skip = owed.first - owed.until // self._chunk * self._chunk
+            self._tails.append(Tail(request.request_id, tag, skip, slots, owed.turn))
         else:
             self._lost.update(slot // block for slot in slots)
 

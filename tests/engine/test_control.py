@@ -178,7 +178,7 @@ def test_a_rank_that_dies_in_a_call_is_an_error_and_one_that_takes_its_place_is_
         connection.recv(1000)
         connection.close()
     # Where the dying rank had not read all of the call, Linux resets the connection instead of closing it.
-    with pytest.raises(UnsupportedEngine, match="ended while it was asked|does not answer status: .*reset"):
+    with pytest.raises(UnsupportedEngine, match="does not answer status: .*(0 bytes|reset)"):
         call.result(60)
     with pytest.raises(UnsupportedEngine, match="does not answer status: .*refused"):
         workers.call("status")

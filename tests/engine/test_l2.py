@@ -529,6 +529,7 @@ def test_a_start_with_wrong_parameters_or_a_socket_that_is_not_its_own_is_refuse
         l2.CartridgeL2Adapter(own | {"control": str(tmp_path / "open" / "c")})
     with serving(home) as server, pytest.raises(UnsupportedEngine, match="another adapter listens"):
         l2.CartridgeL2Adapter(own | {"control": str(server.socket)})
-    server.socket.touch()
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(server.socket))
     with serving(home) as server:
         server.confirm()  # a dead one's is taken over
