@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from ..make.bench.target import Target
     from ..make.trial.maker import Maker
 
-INTERRUPTED = 130
-"""Exit status after Ctrl-C, with the report of what was measured."""
 TOKENS = 16
 """Tokens of each answer."""
 
@@ -180,6 +178,4 @@ def _tell(report: Report, files: list[Path]) -> int:
     say(f"written: {' '.join(names)}")
     if measured.stopped:
         say(f"lmcache-cartridge: {measured.stopped}")
-    if measured.was_interrupted:
-        return INTERRUPTED
     return int(any(row["remarks"] for row in rows) or not any(row["requests"] for row in rows))

@@ -73,7 +73,7 @@ def build(
             f"{server.url} makes no cartridges for clients; it has to be `serve --l1-bytes BYTES --set contexts=true`"
         )
     found = server.checked(reply).json()
-    context = _Context(server, f"{ROUTE}/{found['id']}", own)
+    context: Any = _Context(server, f"{ROUTE}/{found['id']}", own)
     plain = root.with_name(f".{root.name}.{uuid.uuid4().hex}.plain")
     try:
         while found["state"] == "making":
@@ -101,7 +101,7 @@ def build(
 
 
 class _Context:
-    """The files of a context on a server, as a `ByteSource`; each read of a part has it kept for `TTL_S` from then on."""
+    """The files of a context on a server, as what `fetch` needs of a `ByteSource`; each read of a part has it kept for `TTL_S` from then on."""
 
     def __init__(self, server: Server, path: str, own: dict[str, str]) -> None:
         self._server, self._path, self._own = server, path, own
@@ -125,9 +125,3 @@ class _Context:
 
     def size(self, location: str, file: str) -> int:
         return int(self._part(file, ByteRange(0, 1)).headers["content-range"].rpartition("/")[2])
-
-    def revision(self, location: str, file: str) -> str:
-        return ""
-
-    def close(self) -> None:
-        """Nothing to give back."""

@@ -9,7 +9,6 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Self, TypeVar
-from urllib.parse import unquote
 
 import httpx
 
@@ -51,7 +50,6 @@ _WAIT_S = 120.0
 _USED = re.compile(r"([^;,\s]+);positions=(\d+);injected=(\d+)")
 _LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=3600)
 """A caller has as many connections as it has threads, and keeps them: httpx's own 100, 20 and 5 s would be waited for."""
-_USERINFO = re.compile(r"^([\w+.-]+://)?[^/?#]*@")
 _SCORE = re.compile(r"\D*?(?<!-)([0-5])(?:\.0+)?(?:\s*(?:/|out of)\s*5)?\D*", re.DOTALL)
 
 
@@ -102,19 +100,21 @@ class Server:
         self._http = self._connected(url)
 
     def _connected(self, url: str) -> httpx.Client:
-        given = url.rstrip("/").removesuffix("/v1")
-        self.url = _USERINFO.sub(r"\1", given)
-        found, user = _read_key(self._key), _USERINFO.match(given)
+        try:
+            given = httpx.URL(url.rstrip("/").removesuffix("/v1"))
+        except httpx.InvalidURL:
+            given = httpx.URL()
+        if not given.host:  # shown, it might show a part of a password
+            raise SourceError("what is given is no URL of a server, as http://HOST:PORT is")
+        self.url = str(given.copy_with(userinfo=b""))
+        found = _read_key(self._key)
         headers = {"Authorization": f"Bearer {found}"} if found else {}
-        if user:
-            basic = unquote(user[0].removeprefix(user[1] or "").removesuffix("@"))
-            headers = {"Authorization": f"Basic {base64.b64encode(basic.encode()).decode()}"}
+        if given.userinfo:
+            basic = base64.b64encode(f"{given.username}:{given.password}".encode()).decode()
+            headers = {"Authorization": f"Basic {basic}"}
         self.headers = headers
         """What each request has, a secret in it; the user and password of the URL come first."""
-        try:
-            return httpx.Client(base_url=given, timeout=self._timeout_s, headers=headers, limits=_LIMITS)
-        except httpx.InvalidURL:  # its message may have a part of a password
-            raise SourceError(f"{re.sub('//.*@', '//', self.url)} is no URL of a server") from None
+        return httpx.Client(base_url=self.url, timeout=self._timeout_s, headers=headers, limits=_LIMITS)
 
     def __enter__(self) -> Self:
         return self

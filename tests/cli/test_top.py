@@ -133,7 +133,7 @@ def test_what_is_no_cartridge_server_is_said_in_one_line(capsys, status, body, s
 
 
 @pytest.mark.parametrize("url, why", [
-    ("http://127.0.0.1:9", "[Errno 111] Connection refused"), ("localhost:8000", "protocol"), ("http://x:y", "is no URL of a server"),
+    ("http://127.0.0.1:9", "[Errno 111] Connection refused"), ("localhost:8000", "is no URL of a server"), ("http://x:y", "is no URL of a server"),
 ])  # fmt: skip
 def test_a_url_where_no_server_answers_is_said_in_one_line(capsys, url, why):
     assert main(["top", "--url", url]) == 1

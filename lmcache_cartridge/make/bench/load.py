@@ -12,7 +12,7 @@ import re
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -28,7 +28,6 @@ _COMPUTED = {"cartridges": False, "kv_transfer_params": {"lmcache.skip_save": Tr
 _IDLE_S, _POLL_S = 10.0, 0.05
 """How long an evicted cartridge may be held by requests that have just ended."""
 _COUNTER = re.compile(r"^vllm:(prefix_cache_hits|external_prefix_cache_hits)_total\{.*\} (\S+)$", re.M)
-_USER = re.compile(r"//[^/@\s]*@")
 _BLOCK = re.compile(r'^vllm:cache_config_info\{.*\bblock_size="(\d+)"', re.M)
 
 
@@ -82,7 +81,6 @@ class Measured:
         """Why ways are not there; in order, each once."""
         self.stopped: str | None = None
         """Why it ended before its end."""
-        self.was_interrupted = False
         self.seconds = 0.0
         self.memory: list[tuple[float, float]] = []
         """Seconds from the start, and the server's bytes."""
@@ -97,7 +95,7 @@ class Load:
         """Raises `UnsupportedEngine` where vLLM is not installed here, whose load generator asks."""
         self._target, self._questions, self._tokens = target, questions, tokens
         self._kept: dict[int, str] = {}
-        self._generate = generator()
+        self._benchmark = _vllm()
 
     def measure(self, plan: Plan, progress: Progress = silent) -> Measured:
         """Ask in all ways by turns. Out of time or interrupted, it returns what there is. Never raises for a request."""
@@ -124,7 +122,7 @@ class Load:
                             progress(f"p {place.p}, c {c}, {way}", done, number)
                         question += 2 * c
         except KeyboardInterrupt:
-            found.stopped, found.was_interrupted = "interrupted; what is missing was not measured", True
+            found.stopped = "interrupted; what is missing was not measured"
         finally:
             found.seconds = time.monotonic() - started
         return found
@@ -151,9 +149,7 @@ class Load:
         told = self._ask(way, place, c, count, question)
         after = self._counters()
         # vLLM's client tells a whole traceback, or what the server said.
-        errors = list(
-            dict.fromkeys(_USER.sub("//", e.strip().splitlines()[-1])[:300] for e in told["errors"] if e.strip())
-        )
+        errors = list(dict.fromkeys(each.strip().splitlines()[-1][:300] for each in told["errors"] if each.strip()))
         if not errors and not all(told["ttfts"]):
             errors = ["a stream ended without a token"]
         cached = None
@@ -193,8 +189,34 @@ class Load:
             time.sleep(_POLL_S)  # a request that has just ended lets go of it
 
     def _ask(self, way: Way, place: Place, c: int, count: int, question: int) -> dict[str, Any]:
-        requests = [self._request(way, place, self._questions[question + number]) for number in range(count)]
-        return self._generate(self._target, requests, c, self._tokens)
+        """Send requests by vLLM's load generator and return its result."""
+        from vllm.benchmarks.datasets import SampleRequest
+        from vllm.benchmarks.serve import TaskType
+
+        samples, target = [], self._target
+        for asked in self._questions[question : question + count]:
+            ids, fields = self._request(way, place, asked)
+            samples.append(
+                SampleRequest(
+                    prompt=ids, prompt_len=len(ids), expected_output_len=self._tokens, request_overrides=fields
+                )
+            )
+        headers = {"Authorization": ""} | target.headers  # else it would send $OPENAI_API_KEY
+        given: dict[str, Any] = {
+            "task_type": TaskType.GENERATION, "endpoint_type": "openai",
+            "api_url": f"{target.url}/v1/completions", "base_url": target.url, "model_id": target.model,
+            "model_name": target.model, "tokenizer": None, "input_requests": samples, "logprobs": None,
+            "request_rate": float("inf"), "burstiness": 1.0, "disable_tqdm": True, "num_warmups": 0, "profile": False,
+            "selected_percentile_metrics": [], "selected_percentiles": [], "ignore_eos": True,
+            "goodput_config_dict": {}, "max_concurrency": c, "lora_modules": None, "extra_headers": headers,
+            "extra_body": {"temperature": 0}, "ready_check_timeout_sec": 0,
+        }  # fmt: skip
+        known = inspect.signature(self._benchmark).parameters
+        with _quiet():  # that all have failed; each error is told
+            try:
+                return asyncio.run(self._benchmark(**{name: value for name, value in given.items() if name in known}))
+            except (ValueError, OSError) as error:
+                raise SourceError(f"{target.url}: {error}") from error
 
     def _request(self, way: Way, place: Place, question: list[int]) -> tuple[list[int], dict[str, Any]]:
         """Return a prompt, and the fields of its own."""
@@ -232,43 +254,24 @@ def not_so(way: Way, place: Place, count: int, cached: tuple[int, int], block: i
     return None if is_so else f"{told}; that is not {way}, unless others asked meanwhile"
 
 
-def generator() -> Callable[[Target, Sequence[tuple[Any, dict[str, Any]]], int, int], dict[str, Any]]:
-    """Return what sends requests by vLLM's load generator and returns its result. Raises `UnsupportedEngine` without vLLM."""
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _vllm() -> Callable[..., Any]:
+    """Return vLLM's load generator. Raises `UnsupportedEngine` without vLLM."""
     try:
-        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what it imports
-            from vllm.benchmarks.datasets import SampleRequest
-            from vllm.benchmarks.serve import TaskType, benchmark
+        with _quiet():
+            from vllm.benchmarks.serve import benchmark
     except ImportError as error:
         raise UnsupportedEngine(
             f"bench asks by `vllm bench serve`, and vLLM's load generator cannot be imported here ({error}): install vLLM on "
             "this machine, or run bench where the server is"
         ) from None
-    known = inspect.signature(benchmark).parameters
-
-    def generate(target: Target, requests: Sequence[tuple[Any, dict[str, Any]]], c: int, tokens: int) -> dict[str, Any]:
-        samples = [
-            SampleRequest(prompt=ids, prompt_len=len(ids), expected_output_len=tokens, request_overrides=fields)
-            for ids, fields in requests
-        ]
-        headers = {"Authorization": ""} | target.headers  # else it would send $OPENAI_API_KEY
-        given: dict[str, Any] = {
-            "task_type": TaskType.GENERATION, "endpoint_type": "openai",
-            "api_url": f"{target.url}/v1/completions", "base_url": target.url, "model_id": target.model,
-            "model_name": target.model, "tokenizer": None, "input_requests": samples, "logprobs": None,
-            "request_rate": float("inf"), "burstiness": 1.0, "disable_tqdm": True, "num_warmups": 0, "profile": False,
-            "selected_percentile_metrics": [], "selected_percentiles": [], "ignore_eos": True,
-            "goodput_config_dict": {}, "max_concurrency": c, "lora_modules": None, "extra_headers": headers,
-            "extra_body": {"temperature": 0}, "ready_check_timeout_sec": 0,
-        }  # fmt: skip
-        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that all have failed; each error is told
-            try:
-                return asyncio.run(benchmark(**{name: value for name, value in given.items() if name in known}))
-            except (ValueError, OSError) as error:
-                raise SourceError(f"{target.url}: {error}") from error
-
-    return generate
+    return benchmark
 
 
 def drop(file: Path) -> None:

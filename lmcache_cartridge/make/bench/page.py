@@ -50,7 +50,7 @@ def as_values(report: Report) -> dict[str, Any]:
     return {
         "server": {
             "url": target.url, "model": target.model, "version": target.version, "max_model_len": target.context,
-            "cartridges": target.has_cartridges, "is_this_machine": target.is_local,
+            "cartridges": target.has_cartridges,
         },
         "client": {"lmcache_cartridge": __version__, **machine(), "gpus": gpus("name", "driver_version", "memory.total")},
         "plan": {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import suppress
 from typing import Any
-from urllib.parse import urlsplit
 
 from ...errors import CartridgeError, SourceError
 from ..server import Server
@@ -34,16 +33,6 @@ class Target(Server):
         except BaseException:
             self.close()
             raise
-
-    @property
-    def is_local(self) -> bool:
-        """Whether it is asked through this machine's loopback interface."""
-        return urlsplit(self.url).hostname in ("localhost", "127.0.0.1", "::1")
-
-    @property
-    def port(self) -> int:
-        """Where it listens."""
-        return urlsplit(self.url).port or 80
 
     def cartridge(self, name: str) -> dict[str, Any]:
         """Return a cartridge as `/v1/cartridges` has it now. Raises `CartridgeError` for one that is not served."""

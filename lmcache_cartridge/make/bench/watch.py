@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
+from urllib.parse import urlsplit
 
 from ..machine import gpus
 from .target import Target
@@ -12,18 +13,16 @@ from .target import Target
 
 def memory_of(target: Target) -> tuple[str, Callable[[], float] | None]:
     """Return what memory can be read of a server, in words, and what reads it in bytes."""
-    if not target.is_local or not (processes := family(target.port)):
+    where = urlsplit(target.url)
+    is_local = where.hostname in ("localhost", "127.0.0.1", "::1")
+    if not (processes := family(where.port or 80) if is_local else set()):
         return "not read: the server is not on this machine, or another user's", None
     pids = {process.pid for process in processes}
-    names = ", ".join(sorted({process.info["name"] for process in processes}))
     if any(pid in pids for pid, _ in on_gpus()):
-        return f"memory of GPUs that {names} take, by nvidia-smi", lambda: sum(
+        return "what its processes take of GPUs, by nvidia-smi", lambda: sum(
             size for pid, size in on_gpus() if pid in pids
         )
-    return (
-        f"{names}: proportional set size, in which what processes share counts once",
-        lambda: sum(map(pss, processes)),
-    )
+    return "proportional set size of its processes: what they share counts once", lambda: sum(map(pss, processes))
 
 
 def on_gpus() -> list[tuple[int, float]]:
@@ -34,19 +33,20 @@ def on_gpus() -> list[tuple[int, float]]:
     return []
 
 
-def family(port: int) -> list[Any]:
-    """Return the processes that listen at a TCP port, as far as this user may see, and all their descendants, with `info["name"]`."""
+def family(port: int) -> set[Any]:
+    """Return the processes that listen at a TCP port, as far as this user may see, and all their descendants."""
     import psutil  # which vLLM needs
 
-    found = set[int]()
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            if any(c.laddr.port == port and c.status == psutil.CONN_LISTEN for c in process.net_connections("tcp")):
+    found = set[Any]()
+    for each in psutil.net_connections("tcp"):
+        if each.pid and each.laddr.port == port and each.status == psutil.CONN_LISTEN:
+            with suppress(psutil.Error):
+                process = psutil.Process(each.pid)
                 parent = process.parent()
                 # What runs vLLM's server and LMCache's as one.
                 head = parent if parent and "lmcache_cartridge.serve.processes" in parent.cmdline() else process
-                found |= {each.pid for each in (head, *head.children(recursive=True))}
-    return [each for each in psutil.process_iter(["name"]) if each.pid in found]
+                found |= {head, *head.children(recursive=True)}
+    return found
 
 
 def pss(process: Any) -> float:

@@ -67,7 +67,6 @@ class Maker:
         self.run = f"trial-{uuid.uuid4().hex[:6]}"
         """How the ids of these cartridges begin."""
         self._made: list[str] = []
-        self._trained: dict[str, str] = {}
         self._kv: dict[str, torch.Tensor] = {}
 
     def three(self) -> list[Held]:
@@ -121,20 +120,19 @@ class Maker:
         """
         from ..write import write_trained
 
-        if one.name not in self._trained:
-            assert one.manifest is not None and one.root is not None
-            cartridge_id = f"{one.manifest.id}-trained"
-            root = self.directory / cartridge_id / "1"
+        cartridge_id = f"{one.name.partition('@')[0]}-trained"
+        root = self.directory / cartridge_id / "1"
+        if not root.exists():
             write_trained(
                 self.model, self.kv(one), root, self.model.provenance("validate"),
                 cartridge_id=cartridge_id, version=1, chunk_tokens=self.chunk, document_ids=one.ids,
                 progress=self._progress,
             )  # fmt: skip
-            self._trained[one.name] = self.add(root).name
-        return self._trained[one.name]
+            self.add(root)
+        return f"{cartridge_id}@1"
 
     def kv(self, one: Held) -> torch.Tensor:
-        """Return the canonical KV of a cartridge, as it is served."""
+        """Return the canonical KV of a cartridge, as it is served; read once, since checks spoil what lies there."""
         from ..payload import read_kv
 
         if one.name not in self._kv:
