@@ -176,8 +176,8 @@ def _logprobs(model: CausalModel, kv: torch.Tensor, asked: Sequence[Asked]) -> l
 
 @torch.inference_mode()
 def _read(model: CausalModel, kv: torch.Tensor, rows: Sequence[list[int]], more: int = 0) -> list[torch.Tensor]:
-    """Return float32 logprobs `[tokens, vocabulary]` after each token of each row behind `kv`, and of so many `more`, the
-    likeliest.
+    """Return float32 logprobs `[tokens, vocabulary]` after each of the last `ANSWER` tokens of each row behind `kv`, and of so
+    many `more`, the likeliest.
 
     All rows stand in one, which has one copy of the KV, and a mask keeps them apart. Where layers have windows or
     distances, which that mask has not, those of one length go through one pass.
@@ -186,23 +186,26 @@ def _read(model: CausalModel, kv: torch.Tensor, rows: Sequence[list[int]], more:
     together = not model.has_alibi and (model.sight or sys.maxsize) >= kv.shape[2] + _LONGEST + ANSWER
     for part in [list(range(len(rows)))] if together else model.passes(rows, kv):
         count, prefix = 1 if together else len(part), kv.shape[2]
-        table = [(index, at, token) for index in part for at, token in enumerate(rows[index])]
-        owner, at, ids = torch.tensor(table, device=model.device).T
-        last = torch.tensor([len(rows[index]) for index in part], device=model.device).cumsum(0) - 1
-        cache, behind, steps, how = model.cache(kv, count), owner[:0], [], {}
+        table = [(index, at, len(rows[index]) - at, token) for index in part for at, token in enumerate(rows[index])]
+        owner, at, left, ids = torch.tensor(table, device=model.device).T
+        cache, behind, told, steps, how = model.cache(kv, count), owner[:0], owner[:0], [], {}
         for _ in range(1 + more):
             behind = torch.cat([behind, owner])
             if together:
                 allowed = (owner[:, None] == behind).tril(len(behind) - len(owner))
                 packed = Packed([], ids[None], at[None], allowed[None])
                 how = {"position_ids": packed.offsets + prefix, "attention_mask": prefix_mask(packed, prefix, kv.dtype)}
-            logits = model.model(input_ids=ids.view(count, -1), past_key_values=cache, use_cache=True, **how).logits
+            wanted, last = left <= ANSWER, left == 1
+            columns = wanted.view(count, -1)[0].nonzero()[:, 0]
+            logits = model.model(
+                input_ids=ids.view(count, -1), past_key_values=cache, use_cache=True, logits_to_keep=columns, **how
+            ).logits
             steps.append(logits.flatten(0, 1)[:, : model.fingerprint.vocab_size].float().log_softmax(-1))
-            ids, at, owner = steps[-1][last].argmax(-1), at[last] + 1, owner[last]
-            last = torch.arange(len(part), device=model.device)
+            told = torch.cat([told, owner[wanted]])
+            ids, at, owner, left = steps[-1][last[wanted]].argmax(-1), at[last] + 1, owner[last], left[last]
         every = torch.cat(steps)
         for index in part:
-            found[index] = every[behind == index].cpu()
+            found[index] = every[told == index].cpu()
     return found
 
 
@@ -290,8 +293,8 @@ def rounding(model: CausalModel) -> Iterator[Callable[[int, float], None]]:
         # The scores and logits of Llama 4's router, which is a matrix product by inheritance.
         if isinstance(out, tuple):
             return tuple(rounded(module, given, each) for each in out)
-        noise = torch.rand(out.shape, generator=generator, device=out.device) * 2 - 1
-        return (out.float() * (1 + size * noise)).to(out.dtype)
+        noise = torch.empty(out.shape, device=out.device).uniform_(1 - size, 1 + size, generator=generator)
+        return noise.mul_(out).to(out.dtype)
 
     handles = [
         module.register_forward_hook(rounded)
