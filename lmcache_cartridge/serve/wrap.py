@@ -278,6 +278,8 @@ class GuardedEngine(Around):
         selection = claim.selection
         begun: set[int] = set()
         lost: list[int] = []
+        if selection.must_inject:
+            params.repetition_penalty = 1.0  # the model's own default would count identity tokens
         # A document that is preempted later is computed; a trained cartridge cannot be. Of several answers to one
         # prompt the first may come before the last has begun.
         to_the_end = selection.must_inject > 0 or (getattr(params, "n", 1) or 1) > 1
@@ -379,14 +381,18 @@ def check_request(request: Any, selection: Selection) -> None:
         raise Refusal(422, "a tag of the client's own keeps cartridges away; use cache_salt to be kept apart")
     if asks("use_beam_search"):
         raise Refusal(422, "beam search drops what the engine must know of cartridges")
-    if asks("prompt_embeds") is not None:
-        raise Refusal(422, "cartridges go with text prompts only")
     if any(getattr(tool, "type", "function") != "function" for tool in asks("tools") or ()):
         raise Refusal(422, "built-in tools render a request several times; cartridges go with function tools only")
     if not selection.must_inject:
         return
-    if asks("prompt_logprobs") is not None or (asks("echo") and asks("logprobs") is not None):
-        raise Refusal(422, "prompt logprobs need the prompt computed, and a trained cartridge cannot be")
+    if (
+        asks("prompt_logprobs") is not None
+        or (asks("echo") and asks("logprobs") is not None)
+        or asks("repetition_penalty") not in (None, 1)
+    ):
+        raise Refusal(
+            422, "prompt logprobs and repetition_penalty are of a prompt's words, and a trained cartridge has none"
+        )
     if 0 in (asks("max_tokens"), asks("max_completion_tokens"), asks("max_output_tokens")):
         raise Refusal(422, "nothing to generate")
 

@@ -130,6 +130,12 @@ def test_a_prompt_that_names_no_cartridge_and_loses_its_document_in_its_answer_i
     assert (asyncio.run(ask()), len(engine.prompts)) == ([None, "error"], 1)
 
 
+@pytest.mark.parametrize(("kind", "penalty"), [("prefill", 1.1), ("trained", 1)])
+def test_a_models_own_repetition_penalty_is_for_words_and_not_for_identity_tokens(home, kind, penalty):
+    _guarded(home, kind, engine := _Engine((0, "stop")), {}, document=False, repetition_penalty=1.1)
+    assert engine.params[0].repetition_penalty == penalty
+
+
 @pytest.mark.parametrize("kind", ["prefill", "trained"])
 def test_a_client_that_leaves_in_an_answer_leaves_no_claim(home, kind):
     claim, engine = _Noted(_selection(home, kind)), _Engine(*[(0, None)] * 9)

@@ -254,7 +254,7 @@ class FaultTests:
     def test_options_that_need_the_prompt_computed_are_for_prefill_cartridges_alone(self, served):
         for extra in (
             {"prompt_logprobs": 0}, {"echo": True, "logprobs": 1}, {"tokens": 0, "echo": True},
-            {"use_beam_search": True, "n": 2},
+            {"use_beam_search": True, "n": 2}, {"repetition_penalty": 1.2},
         ):  # fmt: skip
             for name in ("trained", "whole"):
                 assert _refused(served, name, served.sound[name], **extra)[0] == 422
