@@ -58,7 +58,8 @@ def test_of_a_context_that_is_not_changed_wholly_the_rest_stays(settings):
     before = kept(settings, maker, "book")
     registry = Registry(settings.registry_path)
     maker.patch(before, Patched(labels=["one"]))
-    longer = maker.patch(before, Patched(ttl=1e9)).expires_at
+    maker.check(longest := Patched(ttl=settings.contexts_ttl_s))
+    longer = maker.patch(before, longest).expires_at
     assert registry.labels() == {"one": "book@1"}
     maker.patch(before, Patched(labels=["two"]))  # which heard of the context before it was to be kept longer
     assert registry.labels() == {"two": "book@1"}
