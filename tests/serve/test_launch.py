@@ -287,15 +287,13 @@ def test_the_mode_that_leads_has_what_is_asked_for(serve, monkeypatch, given, on
 # LMCache's server.
 
 
-def test_lmcache_is_told_the_settings_keeps_what_it_loads_and_forgets_no_idle_engine(tmp_path, planned):
+def test_lmcache_is_told_the_settings(tmp_path, planned):
     settings = {"cpu_bytes": "2GiB", "admin": True, "roots": [str(tmp_path)]}
     command = planned(settings=settings, mode="multiprocess").lmcache
     params = json.loads(_option(command, "--l2-adapter"))["adapter_params"]
     assert len(params.pop("control")) < 100, "a Unix socket's path has 107 characters at most"
     del params["lmcache_http"]
     assert from_mapping(params) == from_mapping({"home": tmp_path} | settings)
-    names = "--l2-prefetch-policy", "--worker-reap-timeout-seconds"
-    assert [_option(command, name) for name in names] == ["retain", "0"]
 
 
 def test_shared_memory_is_used_where_it_is_large_enough(planned):
