@@ -187,14 +187,12 @@ def test_lmcaches_other_places_store_and_load_and_get_no_cartridge(served):
     computed = served.ask(ids, "trained", salt)
     served.saved(CHUNK + 768, ids, "trained", salt)
     named = tag_salt(load_manifest(served.settings.cartridges_dir / "trained" / "1").digest)
-    until(lambda: len({*place.rglob(f"*@{named}.data")} - before) == 3)
-    assert len({*place.rglob(f"*@{named}.data")} - before) == 3, (
-        "three chunks that were computed, and not the cartridge's own"
-    )
+    until(lambda: len({*place.rglob(f"*@{named}.data")} - before) >= 3)
     ask_lmcache(served.launch, "POST", "/cache/clear")
     again = served.ask(ids, "trained", salt)
     assert again.cached_tokens == CHUNK + 768
     assert difference(again, computed) < NOISE
+    assert len({*place.rglob(f"*@{named}.data")} - before) == 3, "what was computed, and not the cartridge's own"
     log = served.server.log.read_text(errors="replace")
     assert "Store task failed" not in log and SECRET not in log
 
