@@ -27,7 +27,7 @@ from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make.server import Reply as Answered
 from lmcache_cartridge.make.server import Server
 from lmcache_cartridge.make.trial.maker import Held, Maker, parts
-from lmcache_cartridge.make.trial.own import reason
+from lmcache_cartridge.make.trial.own import OwnServer, reason
 from lmcache_cartridge.settings import from_mapping
 from lmcache_cartridge.validate import suite, test_answers, test_changes, test_known, test_others
 from lmcache_cartridge.validate.compare import Noise, compare_logprobs
@@ -431,3 +431,10 @@ def test_why_a_server_did_not_start_is_found_in_its_log(tmp_path):
         "(x) ERROR lmcache_cartridge.errors.UnsupportedEngine: no\nRuntimeError: see above\nINFO: finished\n"
     )
     assert reason("it ended", log) == "UnsupportedEngine: no"
+
+
+def test_a_server_of_ours_is_started_otherwise_with_what_it_was_given(tmp_path):
+    own = OwnServer("m", tmp_path, vllm_args=["--seed", "2"])
+    launch = own.variant(mode="multiprocess", vllm_args=["-tp", "2"]).launch()
+    assert launch.lmcache and launch.command[-4:] == ["--seed", "2", "-tp", "2"]
+    assert '"kv_role": "kv_consumer"' in " ".join(launch.command), "it still saves nothing"
