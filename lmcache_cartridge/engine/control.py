@@ -58,7 +58,6 @@ class ControlServer(frames.FrameServer):
         self._methods: dict[str, Callable[..., Any]] = {
             "tail": self._tail,
             "captured": self._captured,
-            "answers": lambda token_ids: store().trust.answers(store().engine, token_ids),
             "fingerprint": lambda: store().engine.fingerprint,
             "preload": lambda tag, places: store().preload(tag, _places(places))._asdict(),
         }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Iterable
 
 from ..library.catalog import Catalog
@@ -87,13 +86,6 @@ class Trust:
     def note(self, digests: Iterable[str]) -> bool:
         """Note who is about to answer a prompt that does not name it; False where it must not."""
         return self._withdrawals.note(digests)
-
-    def answers(self, engine: Engine, token_ids: list[int]) -> list[tuple[str, int]]:
-        """Return whose KV is at the head of a prompt that names no cartridge, and of how many tokens, in order."""
-        may = self._withdrawals.noted.__contains__
-        keys = self._catalog.index.leading(list(engine.hasher(token_ids)), None, may)
-        runs = Counter(key.digest for key in keys)
-        return [(name, engine.chunk_tokens * runs[digest]) for digest in runs for name in self.names(digest)[:1]]
 
     def withdraw(self) -> None:
         """Withdraw what has answered such prompts and is not registered any more, quarantined, or failed its canary."""

@@ -31,10 +31,8 @@ SHOWS = (*(route + RENDER for route in TAKES), "/v1/cartridges/tokens")
 """Routes behind the API key that show tokens of a request's cartridges: for routers that place by tokens."""
 COUNTS = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")
 """Routes that generate nothing, so that a cartridge for everybody does not concern them; naming one still does."""
-TOKENS = "/inference/v1/generate"
-"""Takes token ids, which nothing renders."""
 _ANSWERS = (
-    "/v1/chat/completions/batch", "/cohere/v2/chat", TOKENS, "/generative_scoring", "/invocations",
+    "/v1/chat/completions/batch", "/cohere/v2/chat", "/inference/v1/generate", "/generative_scoring", "/invocations",
     "/v1/systemone", "/v1/audio/transcriptions", "/v1/audio/translations",
 )  # fmt: skip
 """Other routes that generate: what takes no cartridges cannot answer where one is required."""
@@ -73,8 +71,6 @@ class Gate:
         except Refusal as refusal:
             await error(refusal)(scope, receive, send)
             return
-        if path == TOKENS:
-            hold(1)  # until the engine says whose KV the ids begin with
         unread = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def receive_again() -> Any:
@@ -183,8 +179,8 @@ class Exchange:
         self.keep: Callable[[], Awaitable[int]] | None = None
         """Has contexts made of what is marked, and returns how many leading tokens of the prompt that are."""
         self.headers: dict[bytes, bytes] = {}
-        self.pending = 0
-        """The response does not start while it is not 0."""
+        self.is_pending = False
+        """Whether the response does not start yet."""
 
 
 _exchange: ContextVar[Exchange | None] = ContextVar("cartridge_exchange", default=None)
@@ -200,27 +196,19 @@ def path_of(scope: Any) -> str:
     return scope.get("path", "").removeprefix(scope.get("root_path", ""))
 
 
-def note(used: str, *, notice: str = "", pending: int = 0) -> None:
+def note(used: str, *, notice: str = "", is_pending: bool = False) -> None:
     """Send `X-Cartridges: used` with the response of the current request; the last call before it starts counts.
 
     A `notice` about what was used goes with it, in `X-Cartridges-Notice`.
 
-    While the last one is `pending` the response does not start: what was injected is known with the first token only.
+    While the last one `is_pending` the response does not start: what was injected is known with the first token only.
     """
     exchange = current()
     exchange.headers[_NAMES.encode()] = used.encode("ascii", "replace")
     exchange.headers.pop(_NOTICE, None)
     if notice:
         exchange.headers[_NOTICE] = notice.encode("ascii", "replace")
-    exchange.pending = pending
-
-
-def hold(prompts: int, used: str = "") -> None:
-    """Hold the response of the current request back for so many prompts more, or less, and have it say what they `used`."""
-    exchange = current()
-    exchange.pending = max(exchange.pending + prompts, 0)
-    if used:
-        note(used, pending=exchange.pending)
+    exchange.is_pending = is_pending
 
 
 def is_noted() -> bool:
@@ -260,7 +248,7 @@ class ResponseHeaders:
         async def send_with_headers(message: Any) -> None:
             held.append(message)
             is_last = message["type"] != "http.response.start" and not message.get("more_body")
-            if exchange.pending and not is_last:
+            if exchange.is_pending and not is_last:
                 return
             ready, held[:] = held[:], []
             for piece in ready:

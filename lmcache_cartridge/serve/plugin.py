@@ -77,7 +77,7 @@ class CartridgePlugin:
             state,
             engine_client,
             lambda renderer: CartridgeRenderer(renderer, admission),
-            lambda engine: GuardedEngine(engine, admission.settings, admission.adapters, admission.client),
+            lambda engine: GuardedEngine(engine, admission.settings, admission.adapters),
             lambda renderer: ShowingRenderer(renderer, admission),
         )
         host_api.split_cached(engine_client)

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 from vllm.exceptions import GracefulHTTPError
 from vllm.logger import init_logger
 
-from ..engine.client import ControlClient
 from ..engine.contract import COMPUTED, TAG
-from ..engine.host_api import Around, retryable, share
+from ..engine.host_api import Around, retryable
 from ..engine.withdrawals import Withdrawals, apart
 from ..errors import CartridgeError
 from ..settings import Settings
@@ -79,13 +78,11 @@ class CartridgeRenderer(Around):
         engine_inputs = inputs(result)
         if self._admission.maker and await self._read_marked(self._admission.maker, request, engine_inputs, selection):
             return result
-        for engine_input in engine_inputs:
-            if selection is None:
-                http.hold(1)  # until the engine says whose KV the prompt begins with
-            else:
+        if selection is COMPUTE:
+            for engine_input in engine_inputs:
                 own_salt = getattr(request, "cache_salt", None)
-                engine_input["cache_salt"] = selection.salt(own_salt, self._admission.secret)
-                request.kv_transfer_params = Computed(request.kv_transfer_params or {})
+                engine_input["cache_salt"] = COMPUTE.salt(own_salt, self._admission.secret)
+            request.kv_transfer_params = Computed(request.kv_transfer_params or {})
         return result
 
     async def _select(self, request: Any) -> Selection | None:
@@ -95,8 +92,6 @@ class CartridgeRenderer(Around):
             return params.claim.selection
         if isinstance(params, Computed):
             params = params.own
-        if "kv_transfer_params" in (getattr(request, "vllm_xargs", None) or ()):
-            raise Refusal(400, "vllm_xargs.kv_transfer_params: name cartridges in `cartridges`")
         exchange = http.current()
         fields = exchange.fields | (getattr(request, "model_extra", None) or {})
         model, router = getattr(request, "model", None), self._admission.router
@@ -132,7 +127,7 @@ class CartridgeRenderer(Around):
             request.kv_transfer_params = claim.grant(params, len(engine_inputs), self._own_salt(request))
         self._admission.resolver.contexts.used.update(manifest.id for manifest in selection.manifests)
         is_granted = isinstance(request.kv_transfer_params, Grant)
-        http.note(selection.replaced if claim.is_text else selection.used(), pending=is_granted)
+        http.note(selection.replaced if claim.is_text else selection.used(), is_pending=is_granted)
         outcome.value = "failed" if not engine_inputs else "document" if claim.is_text else "used"
         if is_granted:
             requests().positions.inc(selection.positions * len(engine_inputs))
@@ -227,9 +222,9 @@ class ShowingRenderer(CartridgeRenderer):
 class GuardedEngine(Around):
     """vLLM's engine client, which turns a cartridge lost on the way into its document or a clear error."""
 
-    def __init__(self, inner: Any, settings: Settings, adapters: Adapters, client: ControlClient) -> None:
+    def __init__(self, inner: Any, settings: Settings, adapters: Adapters) -> None:
         super().__init__(inner)
-        self._settings, self._adapters, self._client = settings, adapters, client
+        self._settings, self._adapters = settings, adapters
         self._withdrawals = Withdrawals(settings.quarantine_dir)
 
     async def add_lora(self, lora_request: LoRARequest) -> Any:
@@ -275,9 +270,7 @@ class GuardedEngine(Around):
     async def _generate_granted(
         self, claim: Claim, prompt: Any, params: Any, request_id: str, kwargs: dict[str, Any]
     ) -> AsyncIterator[Any]:
-        selection = claim.selection
-        begun: set[int] = set()
-        lost: list[int] = []
+        selection, begun = claim.selection, False
         if selection.must_inject:
             params.repetition_penalty = 1.0  # the model's own default would count identity tokens
         # A document that is preempted later is computed; a trained cartridge cannot be. Of several answers to one
@@ -286,26 +279,20 @@ class GuardedEngine(Around):
         try:
             async with aclosing(self.inner.generate(prompt, params, request_id, **kwargs)) as outputs:
                 async for output in outputs:
-                    if gone := _lost(output):
-                        if not begun or selection.must_inject or not begun.isdisjoint(gone):
-                            break
-                        lost += gone  # of several answers, those that have not begun can be asked for alone
-                        output.outputs = [o for o in output.outputs if o.index not in gone]
-                        if not output.outputs:
-                            continue
+                    if _is_lost(output):
+                        break
                     claim.note(output.num_cached_tokens or 0)
                     if not begun and not to_the_end:
                         claim.end_prompt()
-                    begun.update(o.index for o in output.outputs)
+                    begun = True
                     yield output
                 else:
-                    if not lost:
-                        return
+                    return
         finally:
             if to_the_end or not begun:
                 claim.end_prompt()
         must_inject = selection.must_inject and self._settings.on_miss != "document"
-        if (begun and not lost) or selection.document_ids is None or must_inject:
+        if begun or selection.document_ids is None or must_inject:
             http.retry_after(1)
             requests().count("lost_prompts", "error")
             lost_it = f"the engine lost {selection.names} or could not go on with it; ask again"
@@ -314,7 +301,7 @@ class GuardedEngine(Around):
         requests().count("lost_prompts", "document")
         own = prompt["prompt_token_ids"][len(selection.token_ids) :]
         prompt = {**prompt, "prompt_token_ids": [*selection.document_ids, *own]}
-        async for output in self._compute(prompt, params, {}, request_id, kwargs, lost):
+        async for output in self._compute(prompt, params, {}, request_id, kwargs):
             yield output
 
     async def _generate_plain(
@@ -323,14 +310,10 @@ class GuardedEngine(Around):
         """Generate for a request that names no cartridge. Its prompt may still begin with a document that has KV, and
         what of that is lost on the way is computed."""
         begun = False
-        prompt = apart(prompt, stamp := self._withdrawals.stamp())
-        is_told = stamp is not None and kwargs.get("lora_request") is None
+        prompt = apart(prompt, self._withdrawals.stamp())
         async with aclosing(self.inner.generate(prompt, params, request_id, **kwargs)) as outputs:
             async for output in outputs:
-                is_lost = not begun and _lost(output) and isinstance(prompt, dict)
-                if not begun:
-                    await self._tell(output if is_told and not is_lost else None)
-                if is_lost:
+                if not begun and _is_lost(output) and isinstance(prompt, dict):
                     break
                 begun = True
                 yield output
@@ -339,36 +322,14 @@ class GuardedEngine(Around):
         async for output in self._compute(prompt, params, own, request_id, kwargs):
             yield output
 
-    async def _tell(self, output: Any) -> None:
-        """Tell the client whose KV is at the head of a prompt that names no cartridge; with None nobody's."""
-        parts, start = [], 0
-        with suppress(CartridgeError):
-            if output is not None and (cached := output.num_cached_tokens):
-                answers = await self._client.ask("answers", list(output.prompt_token_ids[:cached]))
-                for name, positions in max(answers, key=len, default=()):
-                    parts.append(f"{name};{share(start, positions, cached)};served=prompt")
-                    start += positions
-        http.hold(-1, ", ".join(parts))
-
     async def _compute(
-        self, prompt: Any, params: Any, own: dict[str, Any], request_id: str, kwargs: dict[str, Any],
-        only: Sequence[int] = (),
-    ) -> AsyncIterator[Any]:  # fmt: skip
-        """Generate with nothing injected: all answers, or of several `only` these, one after the other."""
+        self, prompt: Any, params: Any, own: dict[str, Any], request_id: str, kwargs: dict[str, Any]
+    ) -> AsyncIterator[Any]:
+        """Generate with nothing injected."""
         plain = params.clone()
         plain.extra_args = (params.extra_args or {}) | {"kv_transfer_params": own | {TAG: COMPUTED}}
-        if not only:
-            async for output in self.inner.generate(prompt, plain, f"{request_id}-document", **kwargs):
-                yield output
-        for index in only:
-            alone = plain.clone()
-            alone.n = 1
-            if plain.seed is not None:
-                alone.seed = plain.seed + index  # as vLLM gives each of several answers its own
-            async for output in self.inner.generate(prompt, alone, f"{request_id}-document-{index}", **kwargs):
-                for answer in output.outputs:
-                    answer.index = index
-                yield output
+        async for output in self.inner.generate(prompt, plain, f"{request_id}-document", **kwargs):
+            yield output
 
 
 def check_request(request: Any, selection: Selection) -> None:
@@ -397,9 +358,9 @@ def check_request(request: Any, selection: Selection) -> None:
         raise Refusal(422, "nothing to generate")
 
 
-def _lost(output: Any) -> list[int]:
-    """Return which of a prompt's answers the engine has ended because it could not load what it had promised."""
-    return [answer.index for answer in output.outputs if answer.finish_reason == "error"]
+def _is_lost(output: Any) -> bool:
+    """Whether the engine has ended an answer because it could not load what it had promised."""
+    return any(answer.finish_reason == "error" for answer in output.outputs)
 
 
 @contextmanager

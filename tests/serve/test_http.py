@@ -81,7 +81,7 @@ ROUTED = [
     )),
     # /invocations puts SageMaker's adapter in the place of `model` (vLLM 0.32), and the base model would answer.
     *(({"model_aliases": {"ward": ["a"]}}, path, {"json": {"model": model}}, status) for path, model, status in (
-        ("/invocations", "m", 200), ("/invocations", "ward", 400), (http.TOKENS, "m:a", 400), (http.TOKENS, "m", 200),
+        ("/invocations", "m", 200), ("/invocations", "ward", 400), ("/inference/v1/generate", "m:a", 400), ("/inference/v1/generate", "m", 200),
     )),
 ]  # fmt: skip
 
@@ -97,7 +97,7 @@ def test_what_is_noted_before_a_response_starts_is_in_its_headers():
 
     @app.post("/")
     async def stream() -> StreamingResponse:
-        http.note("first", notice="dropped with it", pending=True)
+        http.note("first", notice="dropped with it", is_pending=True)
 
         async def pieces() -> AsyncIterator[str]:
             http.note("a@1;served=document", notice="made for fewer")
@@ -141,7 +141,7 @@ def _body(text: bytes, more: bool = True) -> dict[str, Any]:
 def test_a_response_with_cartridges_starts_when_it_is_known_what_was_injected():
     """Without any at once; else whatever comes before that: /v1/responses and /v1/messages send events before the first token."""
     assert _sent(_START, _body(b"x")) == [None, 0, b"x", 1]
-    pending, known = (lambda: http.note("a", pending=True)), (lambda: http.note("b"))
+    pending, known = (lambda: http.note("a", is_pending=True)), (lambda: http.note("b"))
     assert _sent(pending, _START, _body(b"x"), known, _body(b"y"), _body(b"z", False)) == [
         0, 1, 2, 3, b"b", b"x", b"y", 4, b"z", 5,
     ]  # fmt: skip

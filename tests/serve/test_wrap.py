@@ -15,7 +15,6 @@ from making import make_fingerprint
 from test_http import post
 
 from lmcache_cartridge.engine.client import ControlClient
-from lmcache_cartridge.engine.contract import GRANT, TAG
 from lmcache_cartridge.serve import http
 from lmcache_cartridge.serve.claim import Claim
 from lmcache_cartridge.serve.request import Reference, Router
@@ -89,7 +88,7 @@ def _selection(home: Home, *kinds: str, document: bool = False) -> Selection:
 
 
 def _guard(engine: _Engine, **settings: Any) -> GuardedEngine:
-    return GuardedEngine(engine, from_mapping(settings), Adapters({}), ControlClient([]))
+    return GuardedEngine(engine, from_mapping(settings), Adapters({}))
 
 
 def _guarded(
@@ -108,16 +107,6 @@ def _guarded(
         return asyncio.run(collect())
     finally:
         assert claim.was_released, "the memory is held for a request that has ended"
-
-
-def test_of_several_answers_that_lost_their_document_those_that_have_not_begun_are_computed_once_more(home):
-    engine = _Engine((0, None), (2, "error"), (0, "stop"), (1, "error"))
-    found = _guarded(home, "prefill", engine, {"on_miss": "error"}, document=False, n=3, seed=40)
-    assert found == [(0, "token"), (0, "token"), (2, "answer"), (1, "answer")]
-    assert [(params.n, params.seed) for params in engine.params] == [(3, 40), (1, 42), (1, 41)]
-    assert engine.prompts[1] == engine.prompts[0]
-    again = [params.extra_args["kv_transfer_params"] for params in engine.params[1:]]
-    assert [(GRANT in each, each[TAG]) for each in again] == [(False, "computed")] * 2
 
 
 def test_a_prompt_that_names_no_cartridge_and_loses_its_document_in_its_answer_is_not_begun_again():
@@ -194,7 +183,7 @@ def test_nothing_is_found_of_what_an_adapter_computed_before_its_name_was_loaded
     [
         ("trained", [LOST], "error", True),
         ("trained", [(0, None), (0, None), LOST], "document", True),  # an answer that has begun is not begun again
-        ("prefill", [(0, None), (1, None), LOST], "error", False), ("trained", [(0, None), (1, "error")], "error", False),
+        ("prefill", [(0, None), (1, "error")], "error", False), ("trained", [(0, None), (1, "error")], "error", False),
     ],
 )  # fmt: skip
 def test_what_can_neither_be_computed_nor_go_on_is_an_error(home, kind, events, on_miss, document):
