@@ -145,8 +145,6 @@ class Settings(BaseModel):
     on_miss: Literal["error", "document"] = "error"
     """What a request gets whose trained cartridge cannot be loaded: an error, or an answer from the document's text,
     where the cartridge carries it."""
-    on_made_alone: Literal["notice", "error"] = "notice"
-    """What a chain gets that has a trained cartridge made for fewer others: the header `X-Cartridges-Notice`, or 400."""
     ready_timeout_s: float = Field(default=30.0, gt=0)
     """How long a request waits until its cartridges are in memory."""
     retry_status: Literal[503, 425] = 503
@@ -176,7 +174,7 @@ class Settings(BaseModel):
     contexts_ttl_s: float = Field(default=30 * 86400.0, gt=0)
     """The longest time for which a client may keep one."""
     admin: bool = False
-    """Whether `POST /v1/cartridges/...` may preload, pin, unpin, evict, and drain the server."""
+    """Whether `POST /v1/cartridges/...` may preload, pin, unpin and evict."""
 
     def salt_secret(self) -> bytes | None:
         """Return the secret that salts are made with; None where each server makes one. Raises `SettingsError`."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import socket
 import sys
 from contextlib import suppress
@@ -62,8 +60,7 @@ def serve(
     l2_adapter: Annotated[
         list[str],
         option("multiprocess: one more place where LMCache saves, as `lmcache server --l2-adapter` takes it, for example "
-               """'{"type": "fs", "base_path": "/var/cache/lmcache"}'. May be given often. With a secret in it better as a """
-               "JSON list of such texts in $LMCACHE_CARTRIDGE_L2_ADAPTERS", metavar="JSON"),
+               """'{"type": "fs", "base_path": "/var/cache/lmcache"}'. May be given often""", metavar="JSON"),
     ] = [],  # noqa: B006
     unproven_versions: Annotated[
         bool,
@@ -79,7 +76,7 @@ def serve(
 ) -> None:  # fmt: skip
     """Start vLLM's OpenAI server with cartridges. Other options go to vLLM as they are."""
     from ..serve.arguments import Arguments, redacted
-    from ..serve.launch import L2_ADAPTERS, lead, plan
+    from ..serve.launch import lead, plan
 
     if model.startswith("-"):
         raise SettingsError(f"{model}: name the model first, and vLLM's options behind it")
@@ -90,19 +87,18 @@ def serve(
             raise SettingsError(f"--{name.replace('_', '-')} and --set {name} are the same setting; give one")
         values[name] = value
     settings, size_bytes = settings_of(**values), _bytes("--l1-bytes", l1_bytes)
-    l2_adapters = l2_adapter or json.loads(os.environ.get(L2_ADAPTERS, "[]"))
     words = [word for word in context.args if word != "--"]
     planned = partial(
         plan, model, settings, chunk_tokens=chunk_size, on_load_failure=on_load_failure, vllm_args=words, l1_bytes=size_bytes,
         # in a mode that nobody named nothing is saved that would not be in the other
-        saves=not no_save and bool(mode or size_bytes or l2_adapters), l2_adapters=l2_adapters,
+        saves=not no_save and bool(mode or size_bytes or l2_adapter), l2_adapters=l2_adapter,
     )  # fmt: skip
     launch, why = (
         lead(planned, stages=Arguments(words).number("pipeline-parallel-size"))
         if mode is None
         else (planned(mode=mode), mode)
     )
-    plain = {"yaml_path": launch.yaml_path, "yaml": launch.yaml, "environment": launch.shown_environment,
+    plain = {"yaml_path": launch.yaml_path, "yaml": launch.yaml, "environment": launch.environment,
              "command": redacted(launch.command), "lmcache": launch.lmcache}  # fmt: skip
     if print:
         show(plain, str(launch))

@@ -44,7 +44,7 @@ _PAGE_ROWS = 1000
 
 def add_routes(app: FastAPI, admission: Admission) -> None:
     """Add the routes. Those that change anything answer 403 unless the setting `admin` is on."""
-    router, drain = APIRouter(prefix="/v1/cartridges"), admission.drain
+    router = APIRouter(prefix="/v1/cartridges")
 
     def allow() -> None:
         if not admission.settings.admin:
@@ -71,19 +71,6 @@ def add_routes(app: FastAPI, admission: Admission) -> None:
     ) -> Any:
         ranks = await admission.client.ask("status")
         return await asyncio.to_thread(_page, admission, ranks, limit, after, active)
-
-    @router.post("/drain")
-    async def begin() -> Any:
-        allow()
-        drain.begin()
-        return drain.state
-
-    @router.delete("/drain")
-    async def undo() -> Any:
-        allow()
-        if not drain.undo():
-            raise Refusal(409, "this server is stopping")
-        return drain.state
 
     def maker() -> Maker:
         if admission.maker is None:
@@ -164,10 +151,8 @@ def add_routes(app: FastAPI, admission: Admission) -> None:
         found = await asyncio.to_thread(admission.resolver.contexts.own, [name])
         if name in found and not found[name].digest:
             return found[name].shown
-        rows = [row for row in admission.resolver.imports.rows() if name in (row.id, row.name)]
-        if not rows:
-            reference = Reference(id=name[:1024], source="registry")
-            rows = (await asyncio.to_thread(admission.resolver.candidates, reference))[:1]
+        reference = Reference(id=name[:1024], source="registry")
+        rows = (await asyncio.to_thread(admission.resolver.candidates, reference))[:1]
         ranks = await admission.client.ask("status")
         return (await asyncio.to_thread(_states, admission, ranks, rows))[0]
 
@@ -185,8 +170,7 @@ def add_routes(app: FastAPI, admission: Admission) -> None:
         allow()
         if action not in _ACTIONS:
             raise Refusal(404, f"no such action: {action[:80]!r}")
-        imported = admission.resolver.imports.location(name)
-        reference = Reference(id=imported) if imported else Reference(id=name[:1024], source="registry")
+        reference = Reference(id=name[:1024], source="registry")
         try:
             selection = await admission.resolve([reference])
         except Refusal:
@@ -222,28 +206,20 @@ def add_routes(app: FastAPI, admission: Admission) -> None:
 
 def _page(admission: Admission, ranks: Ranks, limit: int, after: str, active: bool) -> dict[str, Any]:
     """List cartridges by id and version, as OpenAI's lists are paged; the `active` ones all together. Blocks."""
-    resolver = admission.resolver
-    imported, seen = resolver.imports.rows(), resolver.contexts.seen
+    registry, seen = admission.resolver.registry, admission.resolver.contexts.seen
     if active:
         tags = {
             tag for rank in ranks for tag in (*rank["pinned"], *rank["loading"], *chain(*rank["resident"].values()))
         }
         digests = {digest for tag in tags for digest in tag.split(".")}
-        rows, more = seen(resolver.registry.having(digests)), False
-        rows += [row for row in imported if row.digest in digests]
+        rows, more = seen(registry.having(digests)), False
     else:
-        rows, behind = [], after.rpartition("@")[0] or after
-        while len(rows) <= limit and (found := resolver.registry.page(limit, after)):  # contexts of others fill no page
+        rows = []
+        while len(rows) <= limit and (found := registry.page(limit, after)):  # contexts of others fill no page
             rows, after = rows + seen(found), found[-1].name
-        rows = sorted([*rows, *(row for row in imported if row.id > behind)], key=lambda row: (row.id, row.version))
         rows, more = rows[:limit], len(rows) > limit
-    claims = {
-        "open": max(rank["claims"] for rank in ranks),
-        "oldest_s": max(rank["oldest_claim_s"] for rank in ranks),
-    }
     last, data = rows[-1].name if rows else None, _states(admission, ranks, rows)
-    page = {"object": "list", "data": data, "has_more": more, "last_id": last, "claims": claims}
-    page["accept_weights"] = admission.settings.accept_weights
+    page = {"object": "list", "data": data, "has_more": more, "last_id": last}
     if (library := admission.library) is not None:
         problem = library.problem and without_paths(library.problem, {library.location: "the library"})
         page["library"] = {"position": library.position, "seen": library.seen_s, "problem": problem}
@@ -254,7 +230,6 @@ def _states(admission: Admission, ranks: Ranks, rows: list[RegistryEntry]) -> li
     """Describe cartridges for a client, without a path. Blocks."""
     quarantine = Quarantine(admission.settings.quarantine_dir)
     current = admission.resolver.registry.current(row.id for row in rows)
-    current |= {row.name for row in admission.resolver.imports.rows()}
     contexts = admission.resolver.contexts.of([row.id for row in rows])
 
     def described(row: RegistryEntry) -> dict[str, Any]:

@@ -19,8 +19,6 @@ from ..errors import SettingsError, UnsupportedEngine
 TRANSFER = "kv-transfer-config"
 SECRETS = ("api-key", "hf-token", "watermark-config")
 """Options whose values vLLM prints as `***` too."""
-MOVED = {"api-key": "VLLM_API_KEY", "hf-token": "HF_TOKEN"}
-"""Those that may stand in a variable instead."""
 _SHORT = {
     "pp": "pipeline-parallel-size", "tp": "tensor-parallel-size", "dp": "data-parallel-size",
     "dcp": "decode-context-parallel-size", "pcp": "prefill-context-parallel-size", "sc": "speculative-config",
@@ -67,24 +65,12 @@ class Arguments:
             raise SettingsError(f"--{name} must be a JSON object")
         return found | self._nested.get(name, {})
 
-    def without_secrets(self) -> tuple[list[str], dict[str, str]]:
-        """Return the arguments less `--kv-transfer-config` and each option of `MOVED`, and the variables for these.
-
-        Several keys stay where they are, and so does one that a `--config` file may have its say about.
-        """
-        moved, drop = {}, {TRANSFER}
-        for name, variable in MOVED.items() if "config" not in self._values else ():
-            given = [value for option in _options(self._tokens) if option.name == name for value in option.values]
-            if len(given) == 1:
-                moved[variable] = given[0]
-                drop.add(name)
-        left = [
-            token
-            for option, tokens in _grouped(self._tokens)
-            if option is None or option.name.split(".")[0] not in drop
-            for token in tokens
+    def without(self, name: str) -> list[str]:
+        """Return the arguments less one option."""
+        groups = _grouped(self._tokens)
+        return [
+            token for option, tokens in groups if not option or option.name.split(".")[0] != name for token in tokens
         ]
-        return left, moved
 
     def check(self, *, in_process: bool, saves: bool = False, contexts: bool = False) -> None:
         """Raise `UnsupportedEngine`, with the reason, for what the connector refuses once a model is loaded, and for what does

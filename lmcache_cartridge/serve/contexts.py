@@ -7,7 +7,6 @@ a published library has of them is taken in from there: a label of each says wha
 from __future__ import annotations
 
 import json
-import logging
 import sqlite3
 from collections import Counter
 from collections.abc import Iterator
@@ -23,8 +22,6 @@ from ..errors import RegistryError
 from ..library.registry import Registry, RegistryEntry
 from ..settings import Settings
 from .http import current
-
-logger = logging.getLogger("vllm.lmcache_cartridge.serve.contexts")
 
 STATE = "ctx."
 """What such a label begins with."""
@@ -110,18 +107,11 @@ class Contexts:
         """Which state of the library was taken in."""
         self.used: Counter[str] = Counter()
         """How often each was used lately, by id."""
-        if self._path.exists():
-            with suppress(OSError, RegistryError):  # in a home that may not be written to, it is read as it is
-                self.create()
 
     def create(self) -> None:
-        """Make the file where it is missing, and the table anew where it is another release's."""
+        """Make the file where it is missing."""
         self._path.touch(0o600)
         with self._open() as db:
-            columns = tuple(name for _, name, *_ in db.execute("PRAGMA table_info(contexts)"))
-            if columns not in ((), Context._fields):
-                logger.warning("%s is of another release: what it has of contexts is let go", self._path)
-                db.execute("DROP TABLE contexts")
             db.execute(f"CREATE TABLE IF NOT EXISTS contexts ({', '.join(Context._fields)}, PRIMARY KEY (id))")
             db.execute("CREATE UNIQUE INDEX IF NOT EXISTS making ON contexts (key) WHERE digest = ''")
 

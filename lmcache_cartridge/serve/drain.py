@@ -6,7 +6,6 @@ whose cartridges are still being loaded. So `Drain.wait` stands before that, in 
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -32,35 +31,13 @@ _POLL_S = 0.05
 
 
 class Drain:
-    """Whether one API server drains, and what it still answers. Safe from any thread."""
+    """Whether one API server drains, and what it still answers. `enter` and `leave` are for its event loop, `wait` for any thread."""
 
     def __init__(self, grace_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """For `grace_s` after `begin` new requests are answered still: routers have to see first that it is not healthy."""
+        """For `grace_s` after `wait` began new requests are answered still: routers have to see first that it is not healthy."""
         self._grace_s, self._clock = grace_s, clock
         self._began: float | None = None
-        self._is_stopping = False
         self._running = 0
-        self._lock = threading.Lock()
-
-    def begin(self, *, is_stopping: bool = False) -> None:
-        """Drain from now on; again is no change. One that `is_stopping` cannot be undone."""
-        with self._lock:
-            if self._began is None:
-                self._began = self._clock()
-                logger.info("draining: %d requests run, new ones are taken for %g s", self._running, self._grace_s)
-            self._is_stopping |= is_stopping
-
-    def undo(self) -> bool:
-        """Serve again; False where the server is stopping."""
-        with self._lock:
-            if not self._is_stopping:
-                self._began = None
-            return not self._is_stopping
-
-    @property
-    def state(self) -> dict[str, Any]:
-        """What the server does, for a client."""
-        return {"draining": self.is_draining, "refusing": self.is_refusing, "running": self._running}
 
     @property
     def is_draining(self) -> bool:
@@ -75,7 +52,8 @@ class Drain:
 
     def wait(self, timeout_s: float) -> None:
         """Drain to the end of the server: return when nothing runs, at most `timeout_s` after the grace. Blocks."""
-        self.begin(is_stopping=True)
+        self._began = self._clock()
+        logger.info("draining: %d requests run, new ones are taken for %g s", self._running, self._grace_s)
         while not self.is_refusing:
             time.sleep(_POLL_S)
         deadline = self._clock() + timeout_s
@@ -85,16 +63,14 @@ class Drain:
 
     def enter(self) -> bool:
         """Count a request; False, and it does not count, where it is refused."""
-        with self._lock:
-            if self.is_refusing:
-                return False
-            self._running += 1
-            return True
+        if self.is_refusing:
+            return False
+        self._running += 1
+        return True
 
     def leave(self) -> None:
         """Take back one `enter`."""
-        with self._lock:
-            self._running -= 1
+        self._running -= 1
 
 
 class DrainGate:

@@ -6,9 +6,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import re
 from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
 from http import HTTPStatus
@@ -37,9 +35,6 @@ _ANSWERS = (
 )  # fmt: skip
 """Other routes that generate: what takes no cartridges cannot answer where one is required."""
 GENERATES = (*TAKES, *_ANSWERS)
-_LARGE_BYTES = 256 << 10
-"""Bodies beyond this are looked at in a thread."""
-_FORM_FIELD = re.compile(rb'name="?[^";\r\n]{0,32}artridge')
 _NAMES, _REQUIRED = misnamed.HEADERS
 _NOTICE = b"x-cartridges-notice"
 
@@ -60,14 +55,9 @@ class Gate:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        check = self._check_form if headers.get("content-type", "").startswith("multipart/") else self._check
         try:
             self._check_headers(path, headers)
-            body = await _read(receive)
-            if len(body) > _LARGE_BYTES:
-                await asyncio.to_thread(check, path, body)
-            else:
-                check(path, body)
+            self._check(path, body := await _read(receive))
         except Refusal as refusal:
             await error(refusal)(scope, receive, send)
             return
@@ -90,11 +80,6 @@ class Gate:
         if (self._settings.required or required) and path in _ANSWERS:
             raise Refusal(400, f"{REQUIRED}; {takes_none(path)}")
         exchange.named, exchange.is_required = named, required
-
-    def _check_form(self, path: str, body: bytes) -> None:
-        """Raise `Refusal` if a form has a field for cartridges: no route reads them there."""
-        if _FORM_FIELD.search(body):
-            raise Refusal(400, takes_none(path))
 
     def _check(self, path: str, body: bytes) -> None:
         """Raise `Refusal` if the request means cartridges and would be answered without them, or with others."""

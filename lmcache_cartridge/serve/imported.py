@@ -28,7 +28,6 @@ from ..artifact import files, reading
 from ..artifact.bytesource import ByteRange, ByteSource
 from ..artifact.lru import Lru
 from ..errors import SourceError, SourceNotFound
-from ..library.registry import RegistryEntry, entry_of
 from ..settings import Settings
 from ..sources.locks import locked
 from .request import Refusal, without_paths
@@ -92,17 +91,8 @@ class Imports:
         self._waiting = threading.BoundedSemaphore(_AT_ONCE + _MAX_WAITING)
         self._refused: Lru[str, tuple[float, str]] = Lru(1000)
         self._revisions: Lru[str, tuple[float, tuple[str, int]]] = Lru(1000)
-        self._rows: Lru[str, RegistryEntry] = Lru(1000)
         self.served: Served | None = None
         """None where nothing can be imported."""
-
-    def rows(self) -> list[RegistryEntry]:
-        """Return what requests to this process named, as the registry would list it."""
-        return sorted(row for key in self._rows if (row := self._rows.get(key)) is not None)
-
-    def location(self, name: str) -> str | None:
-        """Return the path or object that an id or `id@version` in `rows` was made of; None for any other."""
-        return next((key for key in self._rows if (row := self._rows.get(key)) and name in (row.id, row.name)), None)
 
     def of_file(self, path: Path, shown: str) -> Path:
         """Return the artefact of a file, which is made first where there is none of it as it is now. Blocks for that.
@@ -193,19 +183,9 @@ class Imports:
                             raise Refusal(503, f"{shown} is being changed", retry_after_s=2)
                         shutil.rmtree(root, ignore_errors=True)  # half of one that was being removed
                         made.rename(root)
-        self._note(location, root)
-        return root
-
-    def _note(self, location: str, root: Path) -> None:
-        """List it, and note on the disk that it is used."""
         with suppress(OSError):
-            if time.time() > root.stat().st_mtime + 60:
-                os.utime(root)
-        row = self._rows.get(location)
-        if row is None or row.location != str(root):
-            manifest = reading.load_manifest(root, payload=False)
-            logger.info("%s is %s, of %s", location, manifest.name, manifest.provenance.origin)
-            self._rows.put(location, entry_of(manifest, str(root), registered=manifest.provenance.created))
+            os.utime(root)  # it is used
+        return root
 
     @contextmanager
     def _turn(self, key: str, shown: str) -> Iterator[None]:

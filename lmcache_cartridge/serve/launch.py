@@ -26,11 +26,8 @@ from ..errors import ENGINE, UnsupportedEngine
 from ..library.registry import Registry
 from ..settings import Settings
 from ..sources.published import look
-from .arguments import MOVED, TRANSFER, Arguments, redacted
+from .arguments import TRANSFER, Arguments, redacted
 
-L2_ADAPTERS = "LMCACHE_CARTRIDGE_L2_ADAPTERS"
-"""A JSON list of what `lmcache server --l2-adapter` takes: `ps` shows arguments to everybody, and no variables."""
-_SECRETS = (*MOVED.values(), L2_ADAPTERS)
 _LEAST_L1_BYTES = 256 << 20
 _COLD_AT_ONCE = 4
 """Requests for the largest cartridge that may be staged at the same time, each in memory of its own (LMCache 0.5.6)."""
@@ -55,15 +52,10 @@ class Launch(NamedTuple):
     """The command of LMCache's server, which runs beside it in multiprocess mode."""
 
     def __str__(self) -> str:
-        """Everything but secrets, which are `***` as in vLLM's own log."""
-        lines = "".join(f"{name}={shlex.quote(value)} \\\n" for name, value in self.shown_environment.items())
+        """Everything but vLLM's secrets, which are `***` as in vLLM's own log."""
+        lines = "".join(f"{name}={shlex.quote(value)} \\\n" for name, value in self.environment.items())
         beside = f"{lines}{shlex.join(self.lmcache)} &\n\n" if self.lmcache else ""
         return f"# {self.yaml_path}\n{self.yaml}\n{beside}{lines}{shlex.join(redacted(self.command))}"
-
-    @property
-    def shown_environment(self) -> dict[str, str]:
-        """The variables, with `***` for those that are secret."""
-        return {name: "***" if name in _SECRETS else value for name, value in self.environment.items()}
 
     @property
     def program(self) -> list[str]:
@@ -144,11 +136,8 @@ def plan(
     if mode == "multiprocess":
         port = lmcache_port or free_port()
         lmcache = lmcache_command(
-            settings, chunk_tokens, l1_bytes=l1_bytes, port=port, saves=role == "kv_both",
-            more_places=bool(l2_adapters),
-        )  # fmt: skip
-        if l2_adapters:
-            environment[L2_ADAPTERS] = json.dumps(l2_adapters)
+            settings, chunk_tokens, l1_bytes=l1_bytes, port=port, saves=role == "kv_both", more_places=l2_adapters
+        )
         transfer |= {
             "kv_connector": "CartridgeMPConnector",
             "kv_connector_module_path": "lmcache_cartridge.engine.mp_connector",
@@ -159,8 +148,6 @@ def plan(
             },
         }
     engine: dict[str, Any] = {"kv_transfer_config": _merged(transfer, given)}
-    rest, moved = arguments.without_secrets()
-    environment |= moved
     command = [
         *server_command(model), f"--{TRANSFER}", json.dumps(engine["kv_transfer_config"]),
         "--enable-prompt-tokens-details",
@@ -170,7 +157,7 @@ def plan(
     sized = any(arguments.get(name) is not None for name in ("kv-cache-memory-bytes", "gpu-memory-utilization"))
     if on_cpu() and not sized:
         command += ["--kv-cache-memory-bytes", str(CPU_KV_BYTES)]
-    return Launch(path, yaml, environment, [*command, *rest], engine, lmcache)
+    return Launch(path, yaml, environment, [*command, *arguments.without(TRANSFER)], engine, lmcache)
 
 
 def lead(planned: Callable[..., Launch], *, stages: int) -> tuple[Launch, str]:
@@ -197,9 +184,9 @@ def lead(planned: Callable[..., Launch], *, stages: int) -> tuple[Launch, str]:
 
 def lmcache_command(
     settings: Settings, chunk_tokens: int, *, l1_bytes: int, port: int, saves: bool,
-    more_places: bool = False
+    more_places: Sequence[str] = ()
 ) -> list[str]:  # fmt: skip
-    """Return the command of LMCache's server with our adapter, and those of `$L2_ADAPTERS` if there are `more_places`.
+    """Return the command of LMCache's server with our adapter, and what `--l2-adapter` takes of `more_places`.
 
     Its ports are free ones but for `port`.
     """
@@ -214,10 +201,11 @@ def lmcache_command(
         | as_parameters(settings),
     }
     command = [
-        sys.executable, "-m", __package__ + ".processes" if more_places else "lmcache.cli.main", "server", "--host", "127.0.0.1", "--port", str(port),
+        sys.executable, "-m", "lmcache.cli.main", "server", "--host", "127.0.0.1", "--port", str(port),
         "--http-host", "127.0.0.1", "--http-port", str(http_port), "--prometheus-port", str(free_port()),
         "--chunk-size", str(chunk_tokens), "--l1-size-gb", f"{l1_bytes / (1 << 30):g}",
         "--eviction-policy", "LRU", "--l2-prefetch-policy", "retain", "--l2-adapter", json.dumps(adapter),
+        *(word for place in more_places for word in ("--l2-adapter", place)),
         # A vLLM that was idle for an hour before its first request would be forgotten, for good (LMCache 0.5.6).
         "--worker-reap-timeout-seconds", "0",
     ]  # fmt: skip

@@ -79,7 +79,8 @@ class Maker:
             raise UnsupportedEngine("contexts: LMCache has to save (--l1-bytes), in the one engine of a server")
         await self._admission.client.ask("captured", "", [], 0)
         self.table.create()
-        await asyncio.to_thread(self._library.registry.begin if self._library else self.clear)
+        if self._library:
+            await asyncio.to_thread(self._library.registry.begin)
 
     async def post(self, prefix: Prefix, posted: Posted, tenant: str) -> Context:
         """Have a context made unless there is one, and wait a while.
@@ -302,18 +303,6 @@ class Maker:
         """Note how far those are that are made here, so that nobody removes them."""
         for context_id in [*self._making]:
             self._run(_PROGRESS, now + _LEASE_S, self._done[context_id], context_id)
-
-    def clear(self) -> None:
-        """Remove from the home what its table does not know: that was lost, or another release's."""
-        known = {key for (key,) in self._run("SELECT key FROM contexts")}
-        places = self._settings.contexts_dir.glob("*")
-        strange = {str(place.resolve()): place for place in places if place.name not in known}
-        for row in self._registry.all() if strange else ():
-            if str(Path(row.location).parent) in strange:
-                self._registry.remove(row.name, labels=True)
-        for place in strange.values():
-            logger.warning("%s is of no context that is known, and is removed", place)
-            shutil.rmtree(place, ignore_errors=True)
 
     def remove(self, context: Context, until: float = 0) -> None:
         """Take a context out of the registry, the disk and the table. No change where it is to be kept longer than `until`.

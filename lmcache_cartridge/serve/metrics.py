@@ -218,22 +218,12 @@ class RequestMetrics:
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         """Register the metrics, in prometheus_client's own registry by default; twice in one raises `ValueError`."""
-        self._paused = False
         self._outcomes = {name: _metric(name, registry) for name in OUTCOMES}
         self.context_seconds = _metric("context_seconds", registry, buckets=_WAIT_SECONDS)
         self.context_bytes = _metric("context_bytes", registry, multiprocess_mode="mostrecent")
         self.positions = _metric("positions", registry)
         self._waits = _metric("request_wait_seconds", registry, buckets=_WAIT_SECONDS)
         self._waiting = _metric("waiting_requests", registry, multiprocess_mode="livesum")
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Count no requests meanwhile: the server asks itself."""
-        self._paused = True
-        try:
-            yield
-        finally:
-            self._paused = False
 
     @contextmanager
     def request(self) -> Iterator[Outcome]:
@@ -249,7 +239,7 @@ class RequestMetrics:
             outcome.value = "abandoned"
             raise
         finally:
-            if outcome.value is not None and not self._paused:
+            if outcome.value is not None:
                 self.count("requests", outcome.value)
 
     @contextmanager

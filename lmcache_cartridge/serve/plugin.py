@@ -26,7 +26,7 @@ from .admin import add_routes
 from .admission import Admission
 from .drain import DrainGate
 from .http import Gate, ResponseHeaders
-from .metrics import StatusCollector, attach, follow, requests
+from .metrics import StatusCollector, attach, follow
 from .models import accept_models
 from .wrap import CartridgeRenderer, GuardedEngine, ShowingRenderer
 
@@ -82,8 +82,7 @@ class CartridgePlugin:
         )
         host_api.split_cached(engine_client)
         accept_models(admission.router, state)
-        with requests().paused():
-            await host_api.check_handlers(state)
+        await host_api.check_handlers(state)
         self.collector.model = admission.router.models[0]
         host_api.before_shutdown(engine_client, admission.drain.wait)
         if CONTROL in extra_of(args.kv_transfer_config):

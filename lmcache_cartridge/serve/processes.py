@@ -1,8 +1,8 @@
 """Servers as child processes: `ServerProcess` for programs and tests, `run_pair` for `serve --mode multiprocess`.
 
 Run as `python -m lmcache_cartridge.serve.processes LMCACHE-COMMAND-AS-JSON VLLM-COMMAND...` it runs both servers as one
-program: they start together, and neither outlives the other. With `server` it is LMCache's own program. `launch.plan` writes both commands, `serve --print` shows
-them.
+program: they start together, and neither outlives the other. `launch.plan` writes both commands, `serve --print`
+shows them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import httpx
 from ..errors import SettingsError, UnsupportedEngine
 from ..settings import from_environment
 from .arguments import Arguments
-from .launch import L2_ADAPTERS, SHM, Launch, free_port
+from .launch import SHM, Launch, free_port
 
 _LET_GO_S = 5.0
 """How long each server of a pair may take to end by itself, beside what `drain_s` and `--shutdown-timeout` give vLLM's requests."""
@@ -133,10 +133,4 @@ def _end_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "server":
-        from lmcache.cli.main import main
-
-        more = json.loads(os.environ.get(L2_ADAPTERS, "[]"))
-        main([*sys.argv[1:], *(word for other in more for word in ("--l2-adapter", other))])
-    else:
-        sys.exit(run_pair(json.loads(sys.argv[1]), sys.argv[2:]))
+    sys.exit(run_pair(json.loads(sys.argv[1]), sys.argv[2:]))

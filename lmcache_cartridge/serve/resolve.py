@@ -209,8 +209,8 @@ class Resolver:
             self._refused = {d: until for d, until in self._refused.items() if until > now} | {digest: now + _REFUSED_S}
 
     def resolve(self, references: Sequence[Reference], found: Mapping[Reference, Found] | None = None) -> Selection:
-        """Return the selection. Raises `Refusal`: 400 for company it was not made for, 404 unknown, 422 not
-        usable so, 503 not to be had now.
+        """Return the selection. Raises `Refusal`: 404 unknown, 422 not usable so, 503 not to be had
+        now.
 
         An id stands for its newest version that is sound and was not passed over, or else for its newest. Blocks as
         long as sources do. With `found`, earlier results of `find`, it blocks for the server's own directories only,
@@ -244,10 +244,7 @@ class Resolver:
         ids = tuple(
             chain.from_iterable([one.token_ids for one in each[:kv]] + [one.document_ids or () for one in each[kv:]])
         )
-        selection = Selection(manifests, places, ids, whole, afresh, tuple(references), computed=computed)
-        if selection.notice and self._settings.on_made_alone == "error":
-            raise Refusal(400, f"this chain is refused by the setting on_made_alone: {selection.notice}")
-        return selection
+        return Selection(manifests, places, ids, whole, afresh, tuple(references), computed=computed)
 
     def _check_computed(self, one: Found, first: Manifest) -> None:
         """Raise `Refusal` for a cartridge that stands behind `first`, of tokens only, and cannot be computed there.

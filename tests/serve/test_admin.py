@@ -87,14 +87,10 @@ def test_active_are_those_of_which_something_is_held_wherever_they_stand_in_the_
     watched.stores[0].pin(digests["e"])
     try:
         assert _names(_get(url, "?active=true&limit=1")) == ["b@1", "c@1", "d@1", "e@1"]
-        open_claims = _get(url)["claims"]
-        assert open_claims["open"] == 2, "of the rank that has most; a pin is none"
-        assert 0 < open_claims["oldest_s"] < 600
     finally:
         watched.stores[0].unpin(digests["e"])
         for claim in claims:
             claim.close()
-    assert _get(url)["claims"] == {"open": 0, "oldest_s": 0.0}
 
 
 def test_whether_to_ask_again_is_in_the_status_of_what_went_wrong(watched, url, monkeypatch):

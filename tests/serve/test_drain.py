@@ -17,7 +17,6 @@ from watching import listening
 with quietly():
     from lmcache_cartridge.engine.host_api import before_shutdown
     from lmcache_cartridge.errors import UnsupportedEngine
-    from lmcache_cartridge.serve.admin import add_routes
     from lmcache_cartridge.serve.drain import Drain, DrainGate
 
 
@@ -26,11 +25,10 @@ def clock():
     return Clock()
 
 
-def served(drain: Drain, *, admin: bool = True, asked: Any = (), let_go: Any = None) -> FastAPI:
+def served(drain: Drain, *, asked: Any = (), let_go: Any = None) -> FastAPI:
     """Return a server whose completions say that they were asked, and wait until they are let go."""
     app = FastAPI()
     app.add_middleware(DrainGate, drain=drain)
-    add_routes(app, SimpleNamespace(settings=SimpleNamespace(admin=admin), drain=drain))
 
     @app.get("/health")
     @app.post("/tokenize")
@@ -45,13 +43,19 @@ def served(drain: Drain, *, admin: bool = True, asked: Any = (), let_go: Any = N
 
 
 def test_it_is_unhealthy_at_once_and_refuses_after_the_grace(clock):
-    with listening(served(Drain(10, clock))) as url, httpx.Client(base_url=url, timeout=60) as client:
+    drain = Drain(10, clock)
+    with (
+        listening(served(drain)) as url,
+        httpx.Client(base_url=url, timeout=60) as client,
+        ThreadPoolExecutor() as pool,
+    ):
 
         def statuses() -> list[int]:
             return [client.get("/health").status_code, client.post("/v1/completions").status_code]
 
         assert statuses() == [200, 200]
-        assert client.post("/v1/cartridges/drain").json() == {"draining": True, "refusing": False, "running": 0}
+        pool.submit(drain.wait, 60)
+        until(lambda: drain.is_draining)
         assert statuses() == [503, 200]
         clock.move(10)
         assert statuses() == [503, 503]
@@ -61,8 +65,6 @@ def test_it_is_unhealthy_at_once_and_refuses_after_the_grace(clock):
         told = {"retry-after": "1", "x-should-retry": "true", "x-cartridges-draining": "true",
                 "x-envoy-immediate-health-check-fail": "true"}  # fmt: skip
         assert told.items() <= dict(refusal.headers).items()
-        assert client.delete("/v1/cartridges/drain").json() == {"draining": False, "refusing": False, "running": 0}
-        assert statuses() == [200, 200]
 
 
 def test_what_runs_is_counted_finished_and_waited_for(clock):
@@ -73,9 +75,7 @@ def test_what_runs_is_counted_finished_and_waited_for(clock):
         ending = pool.submit(drain.wait, 600)
         until(lambda: drain.is_draining)
         clock.move(10)
-        assert drain.state == {"draining": True, "refusing": True, "running": 1}
         assert httpx.post(f"{url}/v1/completions").status_code == 503
-        assert httpx.delete(f"{url}/v1/cartridges/drain").status_code == 409, "it is stopping"
         assert not ending.done()
         let_go.set()
         ending.result(60)
@@ -91,13 +91,6 @@ def test_it_waits_no_longer_than_it_may(clock):
         assert not drain.enter()
         clock.move(5)
         ending.result(60)
-
-
-def test_only_an_administrator_drains():
-    drain = Drain(0)
-    with listening(served(drain, admin=False)) as url:
-        assert [ask(f"{url}/v1/cartridges/drain").status_code for ask in (httpx.post, httpx.delete)] == [403, 403]
-    assert not drain.is_draining
 
 
 class _Engine:

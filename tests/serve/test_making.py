@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-import shutil
-import sqlite3
 import time
 import uuid
 from collections.abc import AsyncIterator
-from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
 
@@ -124,35 +121,6 @@ def test_what_the_owner_registers_under_the_id_of_a_context_is_everybodys_but_it
     assert [meant(name) for name in ("book", "book@2")] == [["book@2"], ["book@2"]]
     with pytest.raises(Refusal, match="no cartridge is called 'book@1'"):
         meant("book@1")
-
-
-def test_a_home_of_another_release_is_served_without_its_contexts(settings, vllm_log):
-    maker = maker_of(settings)
-    root = maker.root(kept(settings, maker, "old"))
-    make_artifact(settings.cartridges_dir / "ours" / "1", cartridge_id="ours", positions=32)
-    Registry(settings.registry_path).register(settings.cartridges_dir / "ours" / "1")
-    (table,) = settings.home.glob("*.contexts")
-    with closing(sqlite3.connect(table)) as db, db:
-        db.execute("ALTER TABLE contexts DROP COLUMN error")
-    assert Resolver(settings).contexts.of(["old"]) == {}, "a server where nobody may make any"
-    assert str(table) in vllm_log.text
-    maker_of(settings).clear()
-    assert [row.id for row in Registry(settings.registry_path).all()] == ["ours"]
-    assert not root.parent.exists() and str(root.parent) in vllm_log.text
-    assert maker_of(settings).table.of(["old"]) == {}
-
-
-def test_a_home_that_lost_its_table_has_none_of_its_contexts_and_one_that_has_it_all(settings):
-    maker = maker_of(settings)
-    roots = [maker.root(kept(settings, maker, name)) for name in ("one", "two")]
-    maker_of(settings).clear()
-    assert all(root.exists() for root in roots) and len(Registry(settings.registry_path).all()) == 2, "the control"
-    for table in settings.home.glob("*.contexts"):
-        table.unlink()
-    maker_of(settings).clear()
-    assert not any(root.exists() for root in roots) and not Registry(settings.registry_path).all()
-    shutil.rmtree(settings.contexts_dir)
-    maker_of(settings).clear()
 
 
 def test_as_many_as_there_is_room_for_are_begun_however_many_are_posted_at_once(tmp_path, slow_engine, monkeypatch):

@@ -15,8 +15,6 @@ from pathlib import Path
 import pytest
 from waiting import until
 
-from lmcache_cartridge.serve.processes import L2_ADAPTERS
-
 _SLEEP = "import time; open('{0}', 'w').write(str(__import__('os').getpid())); time.sleep(300)"
 _ENDS = "import os, time\nwhile not os.path.exists('{0}'): time.sleep(0.05)\ntime.sleep(0.5); raise SystemExit({1})"
 _PARENT = "import subprocess, sys; subprocess.run([sys.executable, '-c', {0}])"
@@ -97,13 +95,6 @@ def test_the_servers_end_when_the_pair_is_killed(files):
     with _pair(*(_python(_SLEEP, file) for file in files), files) as (pair, pids):
         pair.kill()
         until(lambda: all(map(_gone, pids)))
-
-
-def test_what_lmcache_is_told_of_other_places_is_in_no_argument(files, monkeypatch):
-    monkeypatch.setenv(L2_ADAPTERS, json.dumps([secret := "no-one-may-see-this"]))
-    with _pair(*(_python(_SLEEP, file) for file in files), files) as (pair, pids):
-        for pid in (pair.pid, *pids):
-            assert secret not in Path(f"/proc/{pid}/cmdline").read_text()
 
 
 def test_shared_memory_left_by_a_killed_server_is_removed(files):

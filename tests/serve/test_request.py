@@ -175,10 +175,9 @@ def test_what_a_trained_cartridge_of_16_positions_was_made_for(home, compaction,
     assert msgspec.structs.replace(made, provenance=provenance, document=document).company == company
 
 
-def test_a_chain_of_what_was_made_alone_is_refused_where_that_is_set(home):
-    assert home.resolve("trained", on_made_alone="error").notice == ""
-    status, said = home.refused("a", "trained", "b", on_made_alone="error")
-    assert (status, "made for fewer than 2 others: trained@1 (0)" in said) == (400, True)
+def test_of_a_chain_of_what_was_made_alone_the_client_is_told(home):
+    assert home.resolve("trained").notice == ""
+    assert home.resolve("a", "trained", "b").notice == "made for fewer than 2 others: trained@1 (0)"
 
 
 def test_an_id_means_an_older_version_while_the_newest_cannot_be_had(home):
