@@ -90,7 +90,7 @@ def metrics_table() -> list[tuple[str, str, tuple[str, ...], str]]:
     rows: list[tuple[Any, tuple[str, ...]]] = [
         (row, ("tier", "rank")) for row in (*exported.TIER_NUMBERS, exported.LOADS)
     ]
-    rows += [(row, ("rank",)) for row in exported.RANK_NUMBERS] + [(exported.RESIDENTS, exported.RESIDENT_LABELS)]
+    rows += [(row, ("rank",)) for row in exported.RANK_NUMBERS]
     rows += [(row, ()) for row in exported.LIBRARY_NUMBERS]
     rows += [(row, ("outcome",) * (row.name in exported.OUTCOMES)) for row in exported.SERVER_NUMBERS]
     return [

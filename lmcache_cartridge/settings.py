@@ -157,8 +157,6 @@ class Settings(BaseModel):
     plain_prompts: Literal["trusted", "all", "none"] = "trusted"
     """Which prefill cartridges answer prompts that begin with their text and name none: those whose canary this engine
     has answered right, every sound one, or none."""
-    resident_names: int = Field(default=0, ge=0, le=1024)
-    """How many cartridges in memory `/metrics` names, for routers. Each change is a new time series."""
     kv_events: bool = False
     """Whether vLLM's KV events also tell which cartridges are whole in memory and on the local disk."""
     salt_secret_file: Path | None = None

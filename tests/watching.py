@@ -42,12 +42,11 @@ Labels = dict[str, str]
 class Watched:
     """Stores of two ranks with every tier, or without the device's, what collects their numbers, and a registry that has it all."""
 
-    def __init__(self, home: Path, *, device: bool = True, resident_names: int = 0) -> None:
+    def __init__(self, home: Path, *, device: bool = True) -> None:
         self.settings = Settings(
             home=home, plain_prompts="all", cpu_bytes=CPU_CHUNKS * CHUNK_BYTES,
             device_bytes=device * DEVICE_CHUNKS * CHUNK_BYTES,
             disk_bytes=DISK_CHUNKS * CHUNK_BYTES, disk_local=True, lookup_timeout_s=20, reload_s=0,
-            resident_names=resident_names,
         )  # fmt: skip
         self.registry = CollectorRegistry()
         self.collector = StatusCollector(LOAD_SECONDS)

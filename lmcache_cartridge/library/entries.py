@@ -289,11 +289,6 @@ class Entries:
         """Return every registered version that has a digest."""
         return list(filter(None, map(self._registered.get, self.names_of(digest))))
 
-    def chunks_of(self, digest: str) -> int | None:
-        """Return how many chunks a cartridge that can be served has; None for any other."""
-        row = self._row(digest)
-        return None if row is None else self.index.chunks_in(row.positions, row.kind)
-
     def refused(self) -> dict[str, str]:
         """Return the reason for every registered cartridge that is not served, by `id@version`."""
         quarantined = self.quarantined

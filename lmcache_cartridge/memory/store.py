@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -37,8 +37,6 @@ from .tier import MemoryTier
 
 _POLL_S = 0.1
 """How often claims in the background are polled."""
-_RECENT = 1 << 13
-"""Chunks of a tier that are looked at for what is whole: less than a millisecond, for which hits wait."""
 _MAX_READS = 32
 """Artefacts that are read at once for those who claim them."""
 
@@ -341,22 +339,7 @@ class CartridgeStore:
             "background_errors": noted(),
             "oldest_claim_s": self._clock() - min(started_at) if started_at else 0.0,
             "tiers": self.tiers(),
-        } | self._residents(waiting)
-
-    def _residents(self, waiting: Iterable[str]) -> dict[str, list[str]]:
-        """Return `id@version` of some cartridges: `whole` in one tier, the last used first; `coming`, of tags that `waiting` are.
-
-        Names of contexts are their makers'. Looks at the last used chunks only, so that what lies behind many others may be missing.
-        """
-        if not (limit := self._settings.resident_names):
-            return {}
-        counts: dict[str, int] = {}
-        for tier in self._memory.values():
-            for digest, count in tier.resident_by_digest(_RECENT).items():
-                counts[digest] = max(count, counts.get(digest, 0))
-        whole = [digest for digest, count in counts.items() if self._catalog.chunks_of(digest) == count]
-        kinds = {"whole": whole, "coming": waiting}
-        return {kind: [n for d in digests for n in self.trust.names(d)][:limit] for kind, digests in kinds.items()}
+        }
 
     def chunks_by_tier(self) -> dict[str, dict[str, int]]:
         """Return how many chunks each tier holds of each digest, at a cost that grows with them."""

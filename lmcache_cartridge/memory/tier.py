@@ -171,11 +171,11 @@ class MemoryTier:
             self._drop(*mine)
             return len(mine)
 
-    def resident_by_digest(self, most: int | None = None) -> dict[str, int]:
-        """Return how many chunks of each digest are resident, the last used first; of the `most` last used chunks only."""
+    def resident_by_digest(self) -> dict[str, int]:
+        """Return how many chunks of each digest are resident."""
         with self._lock:
-            newest = islice(chain.from_iterable(c.values() for c in reversed(self._cartridges.values())), most)
-            return dict(Counter(entry.key.digest for entry in newest if entry.state == "resident"))
+            entries = chain.from_iterable(chunks.values() for chunks in self._cartridges.values())
+            return dict(Counter(entry.key.digest for entry in entries if entry.state == "resident"))
 
     def stats(self) -> TierStats:
         """Return counters and totals, at a cost that does not grow with the chunks; no side effects."""

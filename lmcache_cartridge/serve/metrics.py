@@ -71,13 +71,6 @@ RANK_NUMBERS = (
 """By rank."""
 LOADS = Number("load_seconds", "histogram", "Time of loads of one chunk, failed ones too.")
 """By tier and rank."""
-RESIDENTS = Number(
-    "resident_names", "gauge",
-    "Cartridges in every rank's memory, those being loaded, and room for how many.",
-)  # fmt: skip
-"""By lists of names, with the labels of vLLM's own gauge for adapters."""
-RESIDENT_LABELS = ("running_lora_adapters", "waiting_lora_adapters", "max_lora")
-"""What llm-d's `lora-affinity-scorer` reads of the metric that `engineConfigs[].loraSpec` names (llm-d-router 0.10)."""
 SERVER_NUMBERS = (
     Number("requests", "counter", "Requests that named cartridges: used, document (text in their place), refused_STATUS, failed (in vLLM), abandoned (by the client)."),
     Number("lost_prompts", "counter", "Used requests whose KV was lost after all: document (text in its place) or error."),
@@ -134,15 +127,12 @@ class StatusCollector:
     ) -> None:
         """`load_bounds` are those of `load_counts`: `loads.LOAD_SECONDS`. It does not register itself."""
         self._bounds, self._clock, self._library = tuple(load_bounds), clock, library
-        self.model = ""
-        """The name under which the model is served; what is resident is told as `MODEL:ID`."""
         self._families: list[Metric] = []
         self._updated_at: float | None = None
 
     def update(self, ranks: Iterable[Mapping[str, Any]]) -> None:
         """Take in the statuses of all ranks. Where one is not as it should be it raises, and the last ones stay."""
-        ranks = list(ranks)
-        self._families = _families(ranks, self._bounds) + _residents(ranks, self.model)
+        self._families = _families(ranks, self._bounds)
         self._updated_at = self._clock()
 
     def collect(self) -> Iterator[Metric]:
@@ -188,23 +178,6 @@ def _families(ranks: Iterable[Mapping[str, Any]], bounds: Sequence[float]) -> li
                 buckets = list(zip((*map(str, bounds), "+Inf"), accumulate(counts), strict=True))
                 loads.add_metric([tier, rank], buckets, float(counters["load_seconds"]))
     return [metric for _, metric in (*by_tier, *by_rank)] + [loads]
-
-
-def _residents(ranks: Sequence[Mapping[str, Any]], model: str) -> list[Metric]:
-    """Return the gauge of what is resident; none where the workers do not say."""
-    from prometheus_client.core import GaugeMetricFamily
-
-    if not ranks or any("whole" not in rank for rank in ranks):
-        return []
-    whole = [name for name in ranks[0]["whole"] if all(name in rank["whole"] for rank in ranks)]
-    coming = [name for name in dict.fromkeys(name for rank in ranks for name in rank["coming"]) if name not in whole]
-    lists = [dict.fromkeys(f"{model}:{name.rpartition('@')[0]}" for name in names) for names in (whole, coming)]
-    cpu = ranks[0]["tiers"]["cpu"]
-    mean_bytes = cpu["resident_bytes"] / len(whole) if whole else cpu["budget_bytes"]
-    room = int((cpu["budget_bytes"] - cpu["resident_bytes"]) / mean_bytes) if mean_bytes else 0
-    metric = GaugeMetricFamily(PREFIX + RESIDENTS.name, RESIDENTS.help, labels=RESIDENT_LABELS)
-    metric.add_metric([",".join(lists[0]), ",".join(lists[1]), str(sum(map(len, lists)) + room)], time.time())
-    return [metric]
 
 
 class Outcome:

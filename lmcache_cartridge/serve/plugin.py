@@ -83,7 +83,6 @@ class CartridgePlugin:
         host_api.split_cached(engine_client)
         accept_models(admission.router, state)
         await host_api.check_handlers(state)
-        self.collector.model = admission.router.models[0]
         host_api.before_shutdown(engine_client, admission.drain.wait)
         if CONTROL in extra_of(args.kv_transfer_config):
             host_api.refuse_sleep(engine_client, f"{SLEEP}; serve in-process, or without sleep mode")

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from homes import claimed
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from waiting import until
@@ -25,7 +24,7 @@ from watching import CHUNK_BYTES, CPU_CHUNKS, DEVICE_CHUNKS, DISK_CHUNKS, Watche
 
 from lmcache_cartridge.serve import metrics
 from lmcache_cartridge.serve.launch import plan
-from lmcache_cartridge.serve.metrics import PREFIX, RESIDENTS, RequestMetrics, follow
+from lmcache_cartridge.serve.metrics import PREFIX, RequestMetrics, follow
 from lmcache_cartridge.settings import from_mapping
 
 with warnings.catch_warnings():  # torch's, while vLLM is imported
@@ -49,33 +48,6 @@ def _values(text: str, *names: str, **labels: str) -> list[float | None]:
 
 
 # Stores.
-
-
-def _residents(watched: Watched) -> list[str]:
-    """Return what the gauge of residents says: the names that are whole, those that come, and how many there is room for."""
-    families = text_string_to_metric_families(watched.exposition())
-    [found] = [one.labels for family in families for one in family.samples if one.name == f"{PREFIX}resident_names"]
-    return [found.pop(name) for name in ("running_lora_adapters", "waiting_lora_adapters", "max_lora")] + list(found)
-
-
-def test_what_is_whole_in_memory_on_every_rank_is_told_by_name_the_last_used_first(tmp_path):
-    with closing(Watched(tmp_path, device=False, resident_names=3)) as watched:
-        watched.collector.model = "m"
-        assert _residents(watched) == ["", "", "1"]
-        made = {name: watched.make(name, seed=seed) for seed, name in enumerate("abcd")}
-        for name in "abc":
-            watched.look_up(made[name], name)
-        assert _residents(watched) == ["m:c,m:b,m:a", "", "4"], "room for one more of their size"
-        digest = made["d"].manifest.digest
-        claimed(watched.stores[0], digest).close()
-        assert _residents(watched)[0] == "m:c,m:b", "d is on one rank only, and three are told"
-        for store in watched.stores:
-            store.evict(digest)
-        assert _residents(watched)[0] == "m:c,m:b,m:a", "what is evicted is told no more"
-        theirs = watched.make("theirs", within="contexts", seed=4).manifest.digest
-        for store in watched.stores:
-            claimed(store, theirs).close()
-        assert _residents(watched)[0] == "m:c,m:b,m:a", "a context's name is its maker's"
 
 
 def test_hits_misses_loads_and_bytes_are_what_was_asked_of_each_tier(watched):
@@ -240,8 +212,7 @@ def test_the_table_of_metrics_is_what_is_exported(watched):
         )
         for family in _families(watched)
     }
-    told = PREFIX + RESIDENTS.name  # by those alone that were asked to
-    table = [row for row in GENERATE["metrics_table"]() if row[0] != told]
+    table = GENERATE["metrics_table"]()
     assert {(name, kind, frozenset(labels), text) for name, kind, labels, text in table} == exported
 
 
