@@ -32,7 +32,7 @@ class Adapter(NamedTuple):
     retry_after_s: float | None = None
     """When to ask again, where that has yet to be found out."""
 
-    def check(self) -> None:
+    def check_digest(self) -> None:
         """Raise `Refusal` where it has no digest."""
         if self.digest is None:
             raise Refusal(503 if self.retry_after_s else 422, self.problem, retry_after_s=self.retry_after_s)
@@ -111,19 +111,19 @@ class Adapters:
             return Adapter(request, None, why)
         return found
 
-    async def check(self, request: LoRARequest) -> None:
+    async def check_unchanged(self, request: LoRARequest) -> None:
         """Raise `Refusal` unless what a name stands for is what it did, of a request for it."""
         found = await self.of(request.lora_name)
         if found is None or found.request is not request:
             raise Refusal(503, f"the LoRA adapter {request.lora_name} was loaded again meanwhile", retry_after_s=1)
-        found.check()
+        found.check_digest()
 
 
 def _loading(request: LoRARequest) -> Adapter:
     return Adapter(request, None, f"the LoRA adapter {request.lora_name} is being loaded", retry_after_s=1)
 
 
-def check(selection: Selection, adapter: Adapter | None) -> None:
+def check_made_with(selection: Selection, adapter: Adapter | None) -> None:
     """Raise `Refusal` unless cartridges were made with the adapter that computes the request; None is the base model.
 
     Those without KV go with any.
@@ -131,7 +131,7 @@ def check(selection: Selection, adapter: Adapter | None) -> None:
     if selection.tag is None:
         return
     if adapter is not None:
-        adapter.check()
+        adapter.check_digest()
     if (adapter and adapter.digest) != selection.lora:
         base = "the base model, whose KV no LoRA adapter computes; ask that, or make one by `build --lora`"
         other = "a LoRA adapter that the `model` does not name, or with other weights of it"

@@ -91,7 +91,7 @@ def add_routes(app: FastAPI, admission: Admission) -> None:
             raise Refusal(400, "give one of `document`, `messages` and `token_ids`")
         adapter = await admission.adapters.of(posted.model)
         if adapter is not None:
-            adapter.check()
+            adapter.check_digest()
         elif posted.model and posted.model not in admission.router.models:
             raise Refusal(404, f"no model is called {posted.model[:80]!r}")
         tokenized = partial(host_api.tokenized, request)
@@ -170,14 +170,9 @@ def add_routes(app: FastAPI, admission: Admission) -> None:
         allow()
         if action not in _ACTIONS:
             raise Refusal(404, f"no such action: {action[:80]!r}")
-        reference = Reference(id=name[:1024], source="registry")
-        try:
-            selection = await admission.resolve([reference])
-        except Refusal:
-            if action != "evict":
-                raise
-            # Evicting lifts the quarantine for which it is refused.
-            selection = await admission.resolve([reference.model_copy(update={"force_redownload": True})])
+        # Evicting lifts the quarantine for which it would be refused.
+        reference = Reference(id=name[:1024], source="registry", force_redownload=action == "evict")
+        selection = await admission.resolve([reference])
         if selection.tag is None:
             raise Refusal(422, f"{selection.names} has no KV, so there is nothing to {action}")
         result = {"id": selection.manifests[0].name, "action": action}

@@ -23,7 +23,7 @@ from ..library.published import Following
 from ..library.workers import Workers
 from ..settings import Settings
 from ..sources.published import follower_of
-from .adapters import Adapters, check
+from .adapters import Adapters, check_made_with
 from .canary import Canaries
 from .claim import Claim
 from .drain import Drain
@@ -59,7 +59,7 @@ class Counted(host_api.Around):
         """Generate. Each request has one output. Raises `Refusal` where another adapter may have computed a part of it."""
         async for output in self.inner.generate(prompt, *args, **kwargs):
             if adapter := kwargs["lora_request"]:
-                await self.admission.adapters.check(adapter)
+                await self.admission.adapters.check_unchanged(adapter)
             cached = output.num_cached_tokens or 0
             requests().count("own_tokens", "cached", cached)
             requests().count("own_tokens", "computed", len(prompt["prompt_token_ids"]) - cached)
@@ -184,7 +184,7 @@ class Admission:
         adapter = await self.adapters.of(model)
         while True:
             check_request(selection)
-            check(selection, adapter)
+            check_made_with(selection, adapter)
             selection = selection._replace(adapter=adapter and adapter.request)
             async with Claim(self.client, selection) as claim:
                 try:

@@ -8,7 +8,7 @@ import shutil
 import time
 import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,13 @@ _LONGEST = """SELECT * FROM contexts WHERE key IN (SELECT value FROM json_each(?
 ORDER BY tokens DESC LIMIT 1"""
 
 
+def _started(work: Coroutine[Any, Any, Context]) -> asyncio.Task[Context]:
+    """Return a task that nobody has to wait for."""
+    task = asyncio.create_task(work)
+    task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+    return task
+
+
 class Maker:
     """Makes contexts, and removes those whose time is over. Lives in one event loop."""
 
@@ -87,16 +94,21 @@ class Maker:
 
         Raises `Refusal` and `CartridgeError`.
         """
-        context, _ = await self._begun(prefix, posted, tenant)
+        context, is_new = await self._begun(prefix, posted, tenant)
         if context.digest:
             try:
                 return await asyncio.to_thread(self.patch, context, posted)
             except CartridgeNotFound:  # another server has removed it meanwhile
                 return await self.post(prefix, posted, tenant)
         if making := self._making.get(context.id):
+            if not is_new:  # what is posted meanwhile holds as well, whoever waits for it
+                making = _started(self._patched(making, posted))
             done, _ = await asyncio.wait([making], timeout=_ANSWER_S)
             return making.result() if done else context
         return context
+
+    async def _patched(self, making: asyncio.Task[Context], posted: Posted) -> Context:
+        return await asyncio.to_thread(self.patch, await asyncio.shield(making), posted)
 
     async def _begun(self, prefix: Prefix, posted: Posted, tenant: str) -> tuple[Context, bool]:
         """Return the context of a prefix, and whether it was none and is made from now on. Raises as `post` does."""
@@ -108,8 +120,7 @@ class Maker:
             raise
         if is_new:
             holds = self._admission.drain.enter()  # a server that is to stop waits for it as for a request
-            self._making[context.id] = task = asyncio.create_task(self._make(context, prefix, posted))
-            task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+            self._making[context.id] = task = _started(self._make(context, prefix, posted))
             if holds:
                 task.add_done_callback(lambda ended: self._admission.drain.leave())
         return context, is_new

@@ -156,7 +156,7 @@ class CartridgeRenderer(Around):
             check_request(request, COMPUTE)
             adapter = await self._admission.adapters.of(request.model)
             if adapter is not None:
-                adapter.check()
+                adapter.check_digest()
             marks = await find(
                 self.inner.render_chat, request, exchange.marked, ids, maker.chunk, is_anthropic=is_anthropic
             )

@@ -28,7 +28,7 @@ from lmcache_cartridge.make.train.trainer import wrap
 with quietly():
     from vllm.lora.request import LoRARequest
 
-    from lmcache_cartridge.serve.adapters import Adapters, check
+    from lmcache_cartridge.serve.adapters import Adapters, check_made_with
 
 IDS = list(range(10, 90))
 
@@ -197,6 +197,6 @@ def test_an_adapter_whose_files_were_not_read_as_vllm_read_them_is_of_no_cartrid
         (directory / WEIGHTS).unlink()
         assert WEIGHTS in await load(directory)
         assert "not in a local directory" in await load(directory.with_name("nowhere"))
-        check(SimpleNamespace(tag=None), await adapters.of("a"))  # token ids go with any
+        check_made_with(SimpleNamespace(tag=None), await adapters.of("a"))  # token ids go with any
 
     asyncio.run(work())

@@ -140,6 +140,33 @@ def test_as_many_as_there_is_room_for_are_begun_however_many_are_posted_at_once(
     assert maker.table.run("SELECT count(*) FROM contexts") == [(3,)]
 
 
+def test_what_is_posted_again_while_it_is_made_is_kept_as_was_said_last(settings, monkeypatch):
+    async def computed(*_: Any) -> AsyncIterator[bytes]:
+        await posted_again.wait()
+        yield bytes(16 * make_fingerprint().token_bytes)
+
+    async def none(*_: Any) -> None:
+        pass
+
+    monkeypatch.setattr(making, "kv_of", computed)
+    monkeypatch.setattr(making, "canary", none)
+    maker = maker_of(settings, client=SimpleNamespace(ask=none), canaries=SimpleNamespace(check=none))
+    posted_again, prefix = asyncio.Event(), Prefix([1] * 16)
+
+    async def posted() -> list[Context]:
+        first = asyncio.create_task(maker.post(prefix, Posted(labels=["one"]), ""))
+        while not maker.table.run("SELECT 1 FROM contexts"):
+            await asyncio.sleep(0.01)
+        again = asyncio.create_task(maker.post(prefix, Posted(ttl=1e6, labels=["two"]), ""))
+        await asyncio.sleep(0.1)
+        posted_again.set()
+        return [await first, await again]
+
+    _, last = asyncio.run(posted())
+    assert maker.table.of([last.id])[last.id].expires_at == last.expires_at > time.time() + 9e5
+    assert Registry(settings.registry_path).labels() == {"two": f"{last.id}@1"}
+
+
 def test_what_another_removed_while_it_was_made_is_nowhere(settings, monkeypatch):
     async def computed(*_: Any) -> AsyncIterator[bytes]:
         yield bytes(16 * make_fingerprint().token_bytes)
