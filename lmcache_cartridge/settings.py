@@ -159,10 +159,6 @@ class Settings(BaseModel):
     has answered right, every sound one, or none."""
     kv_events: bool = False
     """Whether vLLM's KV events also tell which cartridges are whole in memory and on the local disk."""
-    salt_secret_file: Path | None = None
-    """File with a secret of 32 bytes or more, by which block hashes of a cartridge agree on all servers; by default
-    `$LMCACHE_CARTRIDGE_SALT_SECRET`, else each API server has its own. Whoever knows it may read the KV of others'
-    requests."""
     contexts: bool = False
     """Whether clients have cartridges made of texts: everybody's, without API keys. LMCache has to save (`--l1-bytes`)."""
     contexts_bytes: Bytes = 16 << 30
@@ -176,19 +172,11 @@ class Settings(BaseModel):
 
     def salt_secret(self) -> bytes | None:
         """Return the secret that salts are made with; None where each server makes one. Raises `SettingsError`."""
-        if self.salt_secret_file is not None:
-            where = f"salt_secret_file {self.salt_secret_file}"
-            try:
-                secret = self.salt_secret_file.read_bytes().strip()
-            except OSError as error:
-                raise SettingsError(f"{where} cannot be read: {error.strerror}") from None
-        else:
-            where, secret = f"${SECRET_VARIABLE}", os.environ.get(SECRET_VARIABLE, "").encode()
-            if not secret:
-                return None
+        if not (secret := os.environ.get(SECRET_VARIABLE, "").encode()):
+            return None
         if len(secret) < _LEAST_SECRET_BYTES:
             raise SettingsError(
-                f"{where} has {len(secret)} bytes; a secret has {_LEAST_SECRET_BYTES} or more: openssl rand -hex 32"
+                f"${SECRET_VARIABLE} has {len(secret)} bytes; a secret has {_LEAST_SECRET_BYTES} or more: openssl rand -hex 32"
             )
         return secret
 

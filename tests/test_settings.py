@@ -73,20 +73,15 @@ def test_home_is_what_the_environment_says(monkeypatch, tmp_path):
     assert default_home() == Path("/data/lmcache-cartridge")
 
 
-def test_the_secret_of_a_fleet_comes_from_a_file_or_the_environment(tmp_path, monkeypatch):
-    file = tmp_path / "secret"
-    file.write_text("f" * 64 + "\n")
+def test_the_secret_of_a_fleet_comes_from_the_environment(monkeypatch):
     monkeypatch.delenv(SECRET_VARIABLE, raising=False)
     assert from_mapping({}).salt_secret() is None
     monkeypatch.setenv(SECRET_VARIABLE, "e" * 32)
     assert from_mapping({}).salt_secret() == b"e" * 32
-    assert from_mapping({"salt_secret_file": str(file)}).salt_secret() == b"f" * 64, "the file goes first"
 
 
-def test_a_secret_that_is_none_is_refused_without_telling_it(tmp_path, monkeypatch):
+def test_a_secret_that_is_none_is_refused_without_telling_it(monkeypatch):
     monkeypatch.setenv(SECRET_VARIABLE, "short-and-private")
     with pytest.raises(SettingsError, match=f"{SECRET_VARIABLE} has 17 bytes") as caught:
         from_mapping({}).salt_secret()
     assert "private" not in str(caught.value)
-    with pytest.raises(SettingsError):
-        from_mapping({"salt_secret_file": str(tmp_path / "nothing")}).salt_secret()

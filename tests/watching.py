@@ -20,7 +20,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from lmcache_cartridge.artifact.reading import load_token_ids
 from lmcache_cartridge.engine.trust import Trust
 from lmcache_cartridge.library.registry import Registry
-from lmcache_cartridge.memory.loads import LOAD_SECONDS
 from lmcache_cartridge.memory.store import CartridgeStore
 from lmcache_cartridge.serve.admin import add_routes
 from lmcache_cartridge.serve.drain import Drain
@@ -49,7 +48,7 @@ class Watched:
             disk_bytes=DISK_CHUNKS * CHUNK_BYTES, disk_local=True, lookup_timeout_s=20, reload_s=0,
         )  # fmt: skip
         self.registry = CollectorRegistry()
-        self.collector = StatusCollector(LOAD_SECONDS)
+        self.collector = StatusCollector()
         self.registry.register(self.collector)
         self.requests = RequestMetrics(self.registry)
         Registry(self.settings.registry_path)

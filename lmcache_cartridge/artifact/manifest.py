@@ -19,8 +19,6 @@ FORMAT = "3.0"
 MAX_MANIFEST_BYTES = 64 << 20
 MAX_TOKENS = 1 << 24
 """More than the context of any engine; so many ids are as large as the largest manifest."""
-COMPANIONABLE = 4.5
-"""A compaction to fewer positions than its document's tokens over this is made for itself alone; see `Manifest.company`."""
 CHECKSUM_BYTES = 16
 """Checksums are blake3 truncated to 128 bits."""
 _ID = r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,127}\Z"
@@ -208,20 +206,6 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def name(self) -> str:
         """`id@version`."""
         return f"{self.id}@{self.version}"
-
-    @property
-    def company(self) -> int | None:
-        """Beside how many other cartridges it was made to stand; None is any number.
-
-        A prefill's KV is a document's. A compaction to a quarter of its document, or more, is as good in a chain as alone; to
-        a sixteenth it loses half of its answers. Of KV that came from elsewhere nothing is known.
-        """
-        about = self.provenance
-        if self.kind != "trained":
-            return None
-        if about.compaction is None or self.document is None:
-            return 0
-        return None if self.document.count <= COMPANIONABLE * self.positions else 0
 
     def chunk_length(self, chunk: int) -> int:
         """Return the number of positions in stored chunk `chunk`."""

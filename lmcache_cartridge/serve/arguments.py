@@ -108,7 +108,7 @@ def redacted(arguments: Sequence[str]) -> list[str]:
     """Return arguments as they may be shown: `***` for every value of an option in `SECRETS`."""
     shown: list[str] = []
     for option, tokens in _grouped(arguments):
-        if option is None or not any(_may_mean(option.name.split(".")[0], secret) for secret in SECRETS):
+        if option is None or option.name.split(".")[0] not in SECRETS:
             shown += tokens
             continue
         head, equals, _ = tokens[0].partition("=")
@@ -140,11 +140,6 @@ def _grouped(tokens: Sequence[str]) -> list[tuple[_Option | None, list[str]]]:
             groups.append([])
         groups[-1].append(token)
     return [(_Option(group[0], group[1:]) if group[0].startswith("-") else None, group) for group in groups if group]
-
-
-def _may_mean(name: str, option: str) -> bool:
-    """Whether vLLM's parser may take `name` for an option: it understands the beginnings of names."""
-    return len(name) > 2 and option.startswith(name)
 
 
 def _from_file(file: str | None) -> list[str]:

@@ -94,7 +94,7 @@ class Claim(RemoteClaim):
         """Tell the client how many leading positions of a prompt were not computed; of several prompts the least."""
         if self._cached is None or cached_tokens < self._cached:
             self._cached = cached_tokens
-            http.note(self.selection.used(cached_tokens), notice=self.selection.notice)
+            http.note(self.selection.used(cached_tokens))
 
     def end_prompt(self) -> None:
         """Note that the engine needs the KV for one prompt less; after the last it is let go."""

@@ -36,7 +36,6 @@ _ANSWERS = (
 """Other routes that generate: what takes no cartridges cannot answer where one is required."""
 GENERATES = (*TAKES, *_ANSWERS)
 _NAMES, _REQUIRED = misnamed.HEADERS
-_NOTICE = b"x-cartridges-notice"
 
 
 class Gate:
@@ -181,18 +180,13 @@ def path_of(scope: Any) -> str:
     return scope.get("path", "").removeprefix(scope.get("root_path", ""))
 
 
-def note(used: str, *, notice: str = "", is_pending: bool = False) -> None:
+def note(used: str, *, is_pending: bool = False) -> None:
     """Send `X-Cartridges: used` with the response of the current request; the last call before it starts counts.
-
-    A `notice` about what was used goes with it, in `X-Cartridges-Notice`.
 
     While the last one `is_pending` the response does not start: what was injected is known with the first token only.
     """
     exchange = current()
     exchange.headers[_NAMES.encode()] = used.encode("ascii", "replace")
-    exchange.headers.pop(_NOTICE, None)
-    if notice:
-        exchange.headers[_NOTICE] = notice.encode("ascii", "replace")
     exchange.is_pending = is_pending
 
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from itertools import accumulate
@@ -120,19 +120,18 @@ class StatusCollector:
 
     def __init__(
         self,
-        load_bounds: Sequence[float],
         *,
         clock: Callable[[], float] = time.monotonic,
         library: Callable[[], Following | None] = lambda: None,
     ) -> None:
-        """`load_bounds` are those of `load_counts`: `loads.LOAD_SECONDS`. It does not register itself."""
-        self._bounds, self._clock, self._library = tuple(load_bounds), clock, library
+        """It does not register itself."""
+        self._clock, self._library = clock, library
         self._families: list[Metric] = []
         self._updated_at: float | None = None
 
     def update(self, ranks: Iterable[Mapping[str, Any]]) -> None:
         """Take in the statuses of all ranks. Where one is not as it should be it raises, and the last ones stay."""
-        self._families = _families(ranks, self._bounds)
+        self._families = _families(ranks)
         self._updated_at = self._clock()
 
     def collect(self) -> Iterator[Metric]:
@@ -152,8 +151,10 @@ class StatusCollector:
             yield number
 
 
-def _families(ranks: Iterable[Mapping[str, Any]], bounds: Sequence[float]) -> list[Metric]:
+def _families(ranks: Iterable[Mapping[str, Any]]) -> list[Metric]:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+
+    from ..memory.loads import LOAD_SECONDS
 
     kinds: dict[str, Any] = {
         "counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily,
@@ -175,7 +176,7 @@ def _families(ranks: Iterable[Mapping[str, Any]], bounds: Sequence[float]) -> li
                 if (value := counters.get(row.key or row.name)) is not None:
                     metric.add_metric([tier, rank], float(value))
             if counts := counters.get("load_counts"):
-                buckets = list(zip((*map(str, bounds), "+Inf"), accumulate(counts), strict=True))
+                buckets = list(zip((*map(str, LOAD_SECONDS), "+Inf"), accumulate(counts), strict=True))
                 loads.add_metric([tier, rank], buckets, float(counters["load_seconds"]))
     return [metric for _, metric in (*by_tier, *by_rank)] + [loads]
 

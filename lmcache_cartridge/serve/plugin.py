@@ -20,7 +20,6 @@ from ..engine.contract import CONTROL
 from ..engine.forms import configure, extra_of
 from ..engine.refusals import SLEEP
 from ..errors import UnsupportedEngine
-from ..memory.loads import LOAD_SECONDS
 from ..settings import from_environment
 from .admin import add_routes
 from .admission import Admission
@@ -57,7 +56,7 @@ class CartridgePlugin:
         app.add_middleware(ResponseHeaders)
         app.add_middleware(DrainGate, drain=self._admission.drain)
         add_routes(app, self._admission)
-        self.collector = StatusCollector(LOAD_SECONDS, library=lambda: self._admission.library)
+        self.collector = StatusCollector(library=lambda: self._admission.library)
         attach(app, self.collector)
         gc.freeze()
         # vLLM does so at the end of its start. Until then each of its full collections goes through a million objects, most of

@@ -133,13 +133,6 @@ class Selection(NamedTuple):
         return ", ".join(parts)
 
     @property
-    def notice(self) -> str:
-        """What the client of a chain should know: which of its cartridges were made for less company; empty for none."""
-        others = len(self.injected) - 1
-        alone = [f"{m.name} ({m.company})" for m in self.injected if m.company is not None and m.company < others]
-        return f"made for fewer than {others} others: {', '.join(alone)}" if alone else ""
-
-    @property
     def replaced(self) -> str:
         """The response header where the documents' text took the cartridges' place."""
         if self.computed:

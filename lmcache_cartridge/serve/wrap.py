@@ -95,8 +95,6 @@ class CartridgeRenderer(Around):
         exchange = http.current()
         fields = exchange.fields | (getattr(request, "model_extra", None) or {})
         model, router = getattr(request, "model", None), self._admission.router
-        if router.named_by(model) and (path := exchange.path) not in (None, *http.TAKES, *http.SHOWS):
-            raise Refusal(400, http.takes_none(str(path)))  # vLLM looks at no model names where it was told so
         is_computed = fields.get("cartridges") is False
         if is_computed:
             check_params(params)

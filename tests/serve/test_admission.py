@@ -27,7 +27,7 @@ from lmcache_cartridge.artifact.reading import MANIFEST, PAYLOAD
 from lmcache_cartridge.engine.control import ControlServer
 from lmcache_cartridge.errors import RegistryError
 from lmcache_cartridge.serve.request import Reference, Refusal
-from lmcache_cartridge.settings import from_mapping
+from lmcache_cartridge.settings import SECRET_VARIABLE, from_mapping
 
 
 @pytest.fixture
@@ -208,8 +208,9 @@ def test_token_ids_of_another_model_are_refused_alone_and_in_a_chain(serve, home
     assert [_run(_status(admission, *chain)) for chain in chains] == [200, 409, 409]
 
 
-def test_servers_make_the_same_salts_with_one_secret_and_others_without(serve, tmp_path):
-    (tmp_path / "secret").write_text("s" * 40)
-    shared = [serve(salt_secret_file=str(tmp_path / "secret")).secret for _ in range(2)]
+def test_servers_make_the_same_salts_with_one_secret_and_others_without(serve, monkeypatch):
+    monkeypatch.setenv(SECRET_VARIABLE, "s" * 40)
+    shared = [serve().secret for _ in range(2)]
     assert shared[0] == shared[1] == b"s" * 40
+    monkeypatch.delenv(SECRET_VARIABLE)
     assert len({serve().secret for _ in range(3)}) == 3

@@ -12,7 +12,7 @@ import pytest
 from making import make_artifact, make_fingerprint
 from waiting import Clock
 
-from lmcache_cartridge.artifact.manifest import Compaction, Manifest, Tokens
+from lmcache_cartridge.artifact.manifest import Manifest
 from lmcache_cartridge.engine.contract import ADAPTER, TAG, TENANT
 from lmcache_cartridge.library.manifest_cache import ManifestCache
 from lmcache_cartridge.library.quarantine import Quarantine
@@ -158,26 +158,6 @@ def test_a_damaged_or_exchanged_artefact_is_not_usable_and_its_path_not_told(hom
             make_artifact(root, positions=32, cartridge_id="a", seed=99)
     status, said = home.refused("a")
     assert (status, "secret" in said) == (422, False)
-
-
-COMPACTION = Compaction("repeat", 9, 1, 1.0)
-
-
-@pytest.mark.parametrize(
-    ("compaction", "tokens", "company"),
-    [(None, 64, 0), (COMPACTION, 66, None), (COMPACTION, 128, 0)],
-)
-def test_what_a_trained_cartridge_of_16_positions_was_made_for(home, compaction, tokens, company):
-    """`tokens` is the length of its document, 0 where that is not known."""
-    made = home.made["trained@1"]
-    provenance = msgspec.structs.replace(made.provenance, compaction=compaction)
-    document = Tokens(tokens, "") if tokens else None
-    assert msgspec.structs.replace(made, provenance=provenance, document=document).company == company
-
-
-def test_of_a_chain_of_what_was_made_alone_the_client_is_told(home):
-    assert home.resolve("trained").notice == ""
-    assert home.resolve("a", "trained", "b").notice == "made for fewer than 2 others: trained@1 (0)"
 
 
 def test_an_id_means_an_older_version_while_the_newest_cannot_be_had(home):

@@ -119,8 +119,6 @@ def made(tmp_path_factory):
         ("build", "a", "a"), ("build", "b", "b", "--payload", "int8"),
         ("build", "a", "short", "--compact", "4x", "--refine", "0", *with_questions),
         ("build", "b", "chat", "--chat", "system", "--chat-template", str(home / "template.jinja")),
-        ("train", "a", "alone", "--compress", "4x", "--steps", "2", "--accept", "0", *with_questions,
-         "--set", "init=sci", "--set", "rate=0.1", "--set", "answer_tokens=4"),
     ):  # fmt: skip
         assert main([command, *common, str(home / f"{sheet}.txt"), "--id", name, *options]) == 0
     kv = prefill(model, wards["a"].ids)
@@ -283,13 +281,6 @@ class TestCells(CellTests):
         with ThreadPoolExecutor(8) as pool:
             right = list(pool.map(lambda pair: len(cell.right([pair[1]], pair[0])), asked))
         assert sum(right) == len(asked)
-
-    def test_a_chain_of_what_was_made_alone_says_so(self, cell):
-        body = {"prompt": encode(ask(cell.made.wards["a"].facts[0], 0)), "max_tokens": 2, "temperature": 0}
-        reply = cell.served.client.post(body | {"cartridges": ["short", "alone"]})
-        notice = "made for fewer than 1 others: alone@1 (0)"
-        assert (reply.status_code, reply.headers["x-cartridges-notice"]) == (200, notice)
-        assert "x-cartridges-notice" not in cell.served.client.post(body | {"cartridges": ["alone"]}).headers
 
     def test_it_was_run_as_its_line_says(self, served):
         super().test_it_was_run_as_its_line_says(served)
