@@ -87,7 +87,7 @@ class Watched:
 
     def exposition(self) -> str:
         """Return what `/metrics` shows after an update."""
-        self.collector.update(self.status())
+        self.collector.update([store.numbers() for store in self.stores])
         return generate_latest(self.registry).decode()
 
     def value(self, name: str, **labels: str) -> float | None:

@@ -112,24 +112,19 @@ def refuse_sleep(engine_client: Any, reason: str) -> None:
     engine_client.sleep = sleep
 
 
-def extend_models(state: Any, takes: Callable[[str], bool], answered: Callable[[], str | None]) -> list[str]:
+def extend_models(state: Any, takes: Callable[[str], bool]) -> list[str]:
     """Let vLLM's handlers accept model names that `takes` knows, and return the names that are served.
 
-    `answered` is what a request's answer calls the model in the place of the first name. Raises `UnsupportedEngine` where
-    a handler asks for models elsewhere.
+    Raises `UnsupportedEngine` where a handler asks for models elsewhere.
     """
     models = attribute(state, "openai_serving_models")
     served = [path.name for path in attribute(models, "base_model_paths")]
-    is_base, name = attribute(models, "is_base_model"), attribute(models, "model_name")
+    is_base = attribute(models, "is_base_model")
     for handler in _HANDLERS:
         if getattr(getattr(state, handler, None), "models", models) is not models:
             raise changed(f"models of {handler}", "it has others than the server")
 
-    def model_name(lora_request: Any = None) -> str:
-        return (None if lora_request else answered()) or name(lora_request)
-
     models.is_base_model = lambda model: is_base(model) or takes(model)
-    models.model_name = model_name
     return served
 
 

@@ -152,8 +152,6 @@ class Exchange:
         """Whose contexts it may know of, by its key and the `cache_salt` in its address."""
         self.named: tuple[str, ...] = ()
         """The cartridges that the header names, in order."""
-        self.model: str | None = None
-        """What the answer calls the model; None for its own name."""
         self.is_required = False
         """Whether, by header or body, no answer without a cartridge is wanted."""
         self.fields: dict[str, Any] = {}

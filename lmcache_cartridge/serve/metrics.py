@@ -170,7 +170,7 @@ def _families(ranks: Iterable[Mapping[str, Any]]) -> list[Metric]:
         rank = str(status["rank"])
         for row, metric in by_rank:
             if (value := status.get(row.key or row.name)) is not None:
-                metric.add_metric([rank], float(value) if isinstance(value, int | float) else len(value))
+                metric.add_metric([rank], float(value))
         for tier, counters in status["tiers"].items():
             for row, metric in by_tier:
                 if (value := counters.get(row.key or row.name)) is not None:

@@ -21,9 +21,7 @@ def accept_models(router: Router, state: Any) -> None:
         if http.current().path not in (*http.TAKES, *http.SHOWS):
             return False
         with suppress(Refusal):  # the renderer says what is wrong with it
-            if not router.named_by(model):
-                return False
-        http.current().model = model
+            return bool(router.named_by(model))
         return True
 
-    router.models = host_api.extend_models(state, takes, lambda: http.current().model)
+    router.models = host_api.extend_models(state, takes)

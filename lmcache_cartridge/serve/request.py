@@ -139,21 +139,6 @@ def _ids(text: str, what: str) -> tuple[str, ...]:
     return tuple(reference.id for reference in _validated(ids, what))
 
 
-def read_model(model: Any, bases: Sequence[str], aliases: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
-    """Return the ids in a model name `BASE:handbook,legal@2`, of those `bases` that are served, or of an alias.
-
-    A name that is served itself, and any other, has none. Raises `Refusal` for a base with a colon and no ids behind it.
-    """
-    if not isinstance(model, str) or model in bases:
-        return ()
-    if model in aliases:
-        return tuple(aliases[model])
-    base = max((base for base in bases if model.startswith(f"{base}:")), key=len, default=None)
-    if base is None:
-        return ()
-    return _ids(model[len(base) + 1 :], "the cartridges in `model`")
-
-
 def read_flag(value: Any, what: str) -> bool:
     """Return what a boolean means, or the text true, false, 1 or 0. Raises `Refusal` for anything else."""
     flag = {"true": True, "1": True, "false": False, "0": False}.get(str(value).strip().lower())
@@ -194,8 +179,17 @@ class Router:
         """The names of the model that is served."""
 
     def named_by(self, model: Any) -> tuple[str, ...]:
-        """Return the ids of the cartridges that a model name stands for. Raises `Refusal` as `read_model`."""
-        return read_model(model, self.models, self._settings.model_aliases)
+        """Return the ids in a model name `BASE:handbook,legal@2`, of those that are served, or of an alias.
+
+        A name that is served itself, and any other, has none. Raises `Refusal` for a base with a colon and no ids behind it.
+        """
+        aliases = self._settings.model_aliases
+        if not isinstance(model, str) or model in self.models:
+            return ()
+        if model in aliases:
+            return tuple(aliases[model])
+        base = max((base for base in self.models if model.startswith(f"{base}:")), key=len, default=None)
+        return () if base is None else _ids(model[len(base) + 1 :], "the cartridges in `model`")
 
     def choose(
         self, fields: Mapping[str, Any], kv_params: Mapping[str, Any] | None, model: str | None, api_key: str | None,
