@@ -35,12 +35,12 @@ def many(places: list[str], given: Mapping[str, Any]) -> int:
     return int(bool(failed))
 
 
-def load_for(vllm: str, model: str, dtype: str = "auto") -> tuple[CausalModel, list[str]]:
+def load_for(vllm: str, model: str) -> tuple[CausalModel, list[str]]:
     """Return a model as a server with these options of vLLM has it, and the options: in the dtype of its cartridges."""
     from ..make.trial.own import eager
     from ..serve.arguments import Arguments
 
     args = shlex.split(vllm) or eager()
     most, given = map(Arguments(args).get, ("max-model-len", "dtype"))
-    loaded = load_model(model, dtype=dtype, max_model_len=int(most) if most and most.isdecimal() else None)
+    loaded = load_model(model, dtype="auto", max_model_len=int(most) if most and most.isdecimal() else None)
     return loaded, args if given else [*args, "--dtype", loaded.fingerprint.dtype]  # vLLM's own for float32 is 16 bits

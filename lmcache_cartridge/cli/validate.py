@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections import Counter
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,8 +31,8 @@ from .options import (
 from .show import bars, say, show, table
 
 if TYPE_CHECKING:
-    from ..make.trial.maker import Held, Maker
-    from ..make.trial.own import Mode, OwnServer
+    from ..artifact.manifest import Manifest
+    from ..make.trial.own import Mode
     from ..validate.context import Context
     from ..validate.suite import Row
 
@@ -45,13 +45,13 @@ def validate(
     url: Url = None,
     server_model: ServerModel = None,
     model: Annotated[
-        list[str],
+        str | None,
         option("the server's model, with which cartridges of generated text are made. Without --url a server of it is "
-               "started, over a registry of its own. A second one is for tier 3b", metavar="DIR"),
-    ] = [],  # noqa: B006  Typer copies it
+               "started, over a registry of its own", metavar="DIR"),
+    ] = None,
     tier: Annotated[
         str | None,
-        option("-1, 0, 0.5, 1, 1b, 2, 3, 3cross, 3b, 4 to 7, 7b, 8 to 12, or all (default: what one server tells in two "
+        option("-1, 0, 0.5, 1, 1b, 2, 3, 3cross, 4 to 7, 7b, 8 to 12, or all (default: what one server tells in two "
                "minutes)", metavar="N,N"),
     ] = None,
     allow_unchecked: Annotated[
@@ -88,7 +88,7 @@ def validate(
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cartridge-validate-")))
         with bars() as progress:
             if url is None:
-                context = _started(stack, scratch, model, chosen, chunk_size, vllm)
+                context = _started(stack, scratch, str(model), chosen[0], chunk_size, vllm)
             else:
                 context = _running(stack, url, server_model, model, listed(cartridges), chunk_size, progress)
             context.measure(progress)
@@ -122,33 +122,25 @@ def _canary(name: str, url: str | None, server_model: str | None) -> int:
     return int(not passed)
 
 
-def _started(stack: ExitStack, scratch: Path, models: list[str], modes: list[Mode], chunk: int, vllm: str) -> Context:
+def _started(stack: ExitStack, scratch: Path, model: str, mode: Mode, chunk: int, vllm: str) -> Context:
     """Return cartridges on a server that is started here, and ends with `stack`."""
     from ..make.trial.maker import Maker
     from ..make.trial.own import OwnServer
     from ..validate.context import Context
 
-    def made(model: str, home: Path, dtype: str = "auto") -> tuple[OwnServer, Maker, list[Held]]:
-        say(f"making cartridges of generated text with {model}")
-        loaded, args = load_for(vllm, model, dtype)
-        server = OwnServer(model, home, mode=modes[0], chunk_tokens=chunk, vllm_args=args)
-        home.mkdir(exist_ok=True, parents=True)
-        maker = Maker(loaded, server.settings, chunk)
-        return server, maker, maker.three()
-
-    own, maker, held = made(models[0], scratch)
-    say(f"starting a server of {models[0]}, {modes[0]} (tens of seconds)")
+    say(f"making cartridges of generated text with {model}")
+    loaded, args = load_for(vllm, model)
+    own = OwnServer(model, scratch, mode=mode, chunk_tokens=chunk, vllm_args=args)
+    maker = Maker(loaded, own.settings, chunk)
+    held = maker.three()
+    say(f"starting a server of {model}, {mode} (tens of seconds)")
     stack.callback(own.stop)
     own.start()
-    return Context(
-        stack.enter_context(own.client()), held, maker=maker, own=own, static=_static,
-        in_bfloat16=lambda: made(models[0], scratch / "bfloat16", "bfloat16"),
-        second=(lambda: made(models[1], scratch / "second")) if models[1:] else None,
-    )  # fmt: skip
+    return Context(stack.enter_context(own.client()), held, maker=maker, own=own, static=_static)
 
 
 def _running(
-    stack: ExitStack, url: str, server_model: str | None, models: list[str], names: list[str], chunk: int, progress: Any
+    stack: ExitStack, url: str, server_model: str | None, model: str | None, names: list[str], chunk: int, progress: Any
 ) -> Context:
     """Return cartridges made for a server that somebody else runs, taken away with `stack`, or those that it has."""
     from ..make.server import Server
@@ -156,12 +148,21 @@ def _running(
     from ..validate.context import Context, existing
 
     client = stack.enter_context(Server(url, server_model))
-    if not models:
-        return Context(client, existing(client, names))
-    model = load_model(models[0], max_model_len=client.max_model_len())
-    maker = Maker(model, settings_of(), chunk, progress)
+    if model is None:
+        return Context(client, existing(client, names, _known))
+    maker = Maker(load_model(model, max_model_len=client.max_model_len()), settings_of(), chunk, progress)
     stack.callback(maker.clear)
     return Context(client, maker.three(), maker=maker, static=_static)
+
+
+def _known(digest: str) -> Manifest | None:
+    """Return the manifest of what has this digest, if it is registered under --home."""
+    from ..artifact import reading
+
+    for row in registry_of(read_only=True).having([digest]):
+        with suppress(CartridgeError, OSError):
+            return reading.load_manifest(root_of(row.location), digest, payload=False)
+    return None
 
 
 def _keep_logs(scratch: Path) -> None:

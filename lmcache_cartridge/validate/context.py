@@ -21,14 +21,14 @@ from .compare import TELLING, Difference, Noise, compare_logprobs
 if TYPE_CHECKING:
     import torch
 
+    from ..artifact.manifest import Manifest
+
 _QUESTIONS = 6
 """Questions of each cartridge that are asked, of those that tell it from the others."""
 _AT_ONCE = 8
 _DRAWS = 3
 """Times that rounding is drawn; `make/canary.py` draws as often at the model's own coarseness."""
 Tell = Callable[[str], None]
-Another = Callable[[], tuple[OwnServer, Maker | None, list[Held]]]
-"""Makes a server that is not started yet, and its cartridges."""
 
 
 def wrong(what: str) -> NoReturn:
@@ -53,13 +53,10 @@ class Context:
 
     def __init__(
         self, client: Server, held: Sequence[Held], *, maker: Maker | None = None, own: OwnServer | None = None,
-        in_bfloat16: Another | None = None, second: Another | None = None, static: Callable[[], str] | None = None,
+        static: Callable[[], str] | None = None,
     ) -> None:  # fmt: skip
-        """`in_bfloat16` and `second` make servers of the same model in bfloat16, and of another model. `static` checks this
-        machine, where the server is on it.
-        """
-        self.client, self.maker, self.own = client, maker, own
-        self.in_bfloat16, self.second, self.static = in_bfloat16, second, static
+        """`static` checks this machine, where the server is on it."""
+        self.client, self.maker, self.own, self.static = client, maker, own, static
         self.held = list(held)
         self.noise = Noise()
         self._rounding: dict[tuple[str, tuple[int, ...]], float] = {}
@@ -94,7 +91,7 @@ class Context:
     def bound(self, one: Held, question: Sequence[int]) -> float:
         """Return the largest mean difference that is taken for noise in the answer to a question after a cartridge."""
         if self.maker is None or one.manifest is None:
-            return self.noise.bound(None)
+            return self.noise.bound(None, encoding=one.manifest.stored.encoding if one.manifest else "plain")
         key, right = (one.name, tuple(question)), self.dense(one, question)
         with self._model:
             if key not in self._rounding:
@@ -221,10 +218,12 @@ def rounding(maker: Maker, kv: torch.Tensor, ids: Sequence[int], given: Reply) -
     return most
 
 
-def existing(client: Server, names: Sequence[str]) -> list[Held]:
+def existing(
+    client: Server, names: Sequence[str], known: Callable[[str], Manifest | None] = lambda digest: None
+) -> list[Held]:
     """Return prefill cartridges that a server has already: those named, or the first three that can be asked about.
 
-    Raises `CartridgeError` for a name that is not served, or is no prefill cartridge.
+    `known` returns the manifest of what has a digest, where that is here too. Raises `CartridgeError` for a name that is not served, or is no prefill cartridge.
     """
     listed = client.send("GET", "/v1/cartridges").json()
     rows = listed.get("data") or [] if isinstance(listed, dict) else []
@@ -241,7 +240,8 @@ def existing(client: Server, names: Sequence[str]) -> list[Held]:
     for row in chosen:
         name = f"{row['id']}@{row['version']}"
         ids, asked = client.cartridge_ids(name), texts.write(name, 0).questions
-        found.append(Held(name, tuple(ids), (*parts(ids), *_question_ids(client, asked)), asked))
+        questions = (*parts(ids), *_question_ids(client, asked))
+        found.append(Held(name, tuple(ids), questions, asked, manifest=known(row["digest"])))
     return found
 
 

@@ -12,7 +12,7 @@ from ..errors import CartridgeError
 from ..make.trial.own import MODES, Mode
 from .context import Context, Tell
 
-TIERS = ["-1", "0", "0.5", "1", "1b", "2", "3", "3cross", "3b", "4", "5", "6", "7", "7b", "8", "9", "10", "11", "12"]
+TIERS = ["-1", "0", "0.5", "1", "1b", "2", "3", "3cross", "4", "5", "6", "7", "7b", "8", "9", "10", "11", "12"]
 """By name, from the bottom."""
 NOISE = "noise"
 """The tier that is always asked for: beyond the server's noise no answer can be judged."""

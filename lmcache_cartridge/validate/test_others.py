@@ -1,4 +1,4 @@
-"""Others: checks on servers started otherwise: another model, more ranks, another dtype or mode, saving."""
+"""Others: checks on servers started otherwise: more ranks, another mode, saving."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..errors import CartridgeError
 from ..make.trial.own import Mode, OwnServer, reason
 from . import test_answers as answers
 from . import test_known as known
-from .context import Another, Context, Tell, summary, unchecked, used_as, wrong
+from .context import Context, Tell, summary, unchecked, used_as, wrong
 
 _SAVED_BYTES = 256 << 20
 _SAVED_S = 20.0
@@ -35,22 +35,6 @@ def test_tensor_parallel(context: Context, tell: Tell) -> None:
         unchecked("two ranks need two GPUs, and there is one")
     with _elsewhere(context, own.variant(vllm_args=["--tensor-parallel-size", "2"])) as there:
         _short(there, tell)
-
-
-@tier("6", "bfloat16", turn=1)
-def test_bfloat16(context: Context, tell: Tell) -> None:
-    """Ask a server in bfloat16, with such cartridges; another one where the first is in another dtype."""
-    if context.maker is None:
-        unchecked("needs --model")
-    if context.maker.model.fingerprint.dtype == "bfloat16":
-        tell("the model is in bfloat16, as all checks ran it")
-        answers.test_ten(context, tell)
-        return
-    if context.in_bfloat16 is None:
-        unchecked("needs a server that `validate --model` started")
-    with _made(context, context.in_bfloat16) as there:
-        answers.test_ten(there, tell)
-        answers.test_cross(there, tell)
 
 
 @tier("12", "the other mode", turn=2)
@@ -87,16 +71,6 @@ def test_saving(context: Context, tell: Tell, mode: Mode) -> None:
         answers.test_cross(there, tell)
 
 
-@tier("3b", "another model", turn=2)
-def test_second_model(context: Context, tell: Tell) -> None:
-    """Start a server of another model family: it starts, and answers from cartridges of its own."""
-    if context.second is None:
-        unchecked("needs a second --model")
-    with _made(context, context.second) as there:
-        tell(Path(_own(there).model).name)
-        answers.test_ten(there, tell)
-
-
 def _short(there: Context, tell: Tell) -> None:
     """Make the telling checks on another server with the same cartridges; what one cannot try is no pass of the row."""
     for check in (answers.test_ten, answers.test_cross, known.test_chains, known.test_trained):
@@ -111,24 +85,15 @@ def _own(context: Context) -> OwnServer:
 
 @contextmanager
 def _elsewhere(context: Context, own: OwnServer) -> Iterator[Context]:
-    """Lend the same cartridges on another server."""
-    with _made(context, lambda: (own, context.maker, context.held)) as there:
-        yield there
-
-
-@contextmanager
-def _made(context: Context, make: Another) -> Iterator[Context]:
-    """Lend cartridges on another server, with noise measured there; the first server is stopped for it."""
-    if context.own is not None:
-        context.own.stop()
-    own, maker, held = make()
+    """Lend the same cartridges on another server, with noise measured there; the first server is stopped for it."""
+    _own(context).stop()
     try:
         own.start()
     except CartridgeError as error:
         wrong(f"the server does not start: {reason(str(error), own.log)}")
     try:
         with own.client() as client:
-            there = Context(client, held, maker=maker, own=own)
+            there = Context(client, context.held, maker=context.maker, own=own)
             there.measure()
             yield there
     finally:
