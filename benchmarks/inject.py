@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     bench = report.Benchmark(__file__, __doc__, ["engine/inject.py", "memory/layout.py", "memory/tiles.py"])
     options = bench.start(arguments)
     threads = [1] if options.smoke else sorted({1, len(os.sched_getaffinity(0))})
-    shapes = [TINY] if options.smoke else SHAPES.values()
+    shapes = [TINY] if options.smoke else SHAPES.values() if options.full else [SHAPES["Qwen2.5-1.5B"]]
     payload = (1 if options.smoke else 1024 if options.full else 256) << 20
     repeat, figures = 2 if options.smoke else 25 if options.full else 9, []
     for shape in shapes:

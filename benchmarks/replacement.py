@@ -11,7 +11,6 @@ sizes", 2018).
 
 from __future__ import annotations
 
-import heapq
 import random
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
@@ -177,19 +176,12 @@ def belady(requests: Sequence[int], capacity: int) -> int:
         upcoming[i] = later.get(requests[i], len(requests))
         later[requests[i]] = i
     cached: dict[int, int] = {}
-    furthest: list[tuple[int, int]] = []
     hits = 0
-    for i, one in enumerate(requests):
-        if one in cached:
-            hits += 1
-        elif len(cached) == capacity:
-            while True:
-                when, victim = heapq.heappop(furthest)
-                if cached.get(victim) == -when:
-                    break
-            del cached[victim]
-        cached[one] = upcoming[i]
-        heapq.heappush(furthest, (-upcoming[i], one))
+    for one, then in zip(requests, upcoming, strict=True):
+        hits += one in cached
+        if one not in cached and len(cached) == capacity:
+            del cached[max(cached, key=cached.__getitem__)]
+        cached[one] = then
     return hits
 
 

@@ -7,10 +7,8 @@ learned in a minute, and then only has to be kept while the sheet grows.
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import random
-import shutil
 import sys
 import time
 from datetime import date
@@ -30,7 +28,7 @@ from .model import logits_at, new_model
 from .ward import build_tokenizer
 
 RECORD = "training.json"
-"""How a saved model was trained, beside its weights: a list of the stages, each a `figures.Run` and more."""
+"""How a saved model was trained, beside its weights."""
 
 _GROW_AT = 0.85
 _GROW_BY = 1.25
@@ -94,27 +92,16 @@ def loss_of(model: LlamaForCausalLM, batch: Batch, gaze_weight: float) -> tuple[
 
 
 def train(options: argparse.Namespace) -> None:
-    """Train and save to `options.out`; prints progress with the time that is left.
-
-    Stops at the steps or the minutes, whichever comes first; the rates are annealed towards that one. Only a
-    run that ends by its steps is repeatable, and that up to the rounding of the processor's kernels.
-    """
-    torch.set_num_threads(options.threads)
+    """Train and save to `options.out`; prints progress. Repeatable up to the rounding of the processor's kernels."""
     torch.set_flush_denormal(True)
     torch.manual_seed(options.seed)
     rng = random.Random(options.seed)
-    model = new_model(options.width)
-    if options.init is not None:
-        start = LlamaForCausalLM.from_pretrained(options.init, dtype=torch.float32)
-        model.load_state_dict(start.state_dict())
+    model = new_model()
     parts = optimizers(model)
     curriculum = Curriculum()
-    began, step = time.monotonic(), 0
-
-    def took_min() -> float:
-        return (time.monotonic() - began) / 60
-
-    while (progress := max(step / options.steps, took_min() / options.minutes)) < 1:
+    began = time.monotonic()
+    for step in range(options.steps):
+        progress = step / options.steps
         for optimizer, peak in parts:
             for group in optimizer.param_groups:
                 group["lr"] = peak * rate_factor(step, progress)
@@ -131,11 +118,10 @@ def train(options: argparse.Namespace) -> None:
             optimizer.zero_grad()
         if full:
             curriculum.record(accuracy)
-        step += 1
         if step % 25 == 0:
             print(
                 f"step {step}/{options.steps} length {curriculum.tokens} right {accuracy:.3f} mean "
-                f"{curriculum.accuracy:.3f} loss {loss.item():.3f} gaze {gaze_loss:.3f} | {progress:.0%} after {took_min():.1f} min",
+                f"{curriculum.accuracy:.3f} loss {loss.item():.3f} gaze {gaze_loss:.3f}",
                 flush=True,
             )
     about = machine()
@@ -144,40 +130,29 @@ def train(options: argparse.Namespace) -> None:
         "date": date.today().isoformat(),
         "hardware": f"{about['cpu']}, {about['cores']} cores",
         "seed": options.seed,
-        "threads": options.threads,
-        "wall_s": round(60 * took_min()),
-        "steps": step,
+        "threads": torch.get_num_threads(),
+        "wall_s": round(time.monotonic() - began),
+        "steps": options.steps,
         "document_tokens": curriculum.tokens,
         "versions": {"python": about["python"], **about["packages"]},
     }
     save(model, options, record)
-    print(f"saved {options.out} after {took_min():.1f} min")
+    print(f"saved {options.out}")
 
 
 def save(model: LlamaForCausalLM, options: argparse.Namespace, record: dict[str, Any]) -> None:
-    """Write the model as bfloat16 with tokenizer and record into `options.out`, replacing file by file."""
-    partial = options.out.with_name(options.out.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    copy.deepcopy(model).to(torch.bfloat16).save_pretrained(partial)
-    build_tokenizer().save_pretrained(partial)
-    earlier = [] if options.init is None else json.loads((options.init / RECORD).read_text(encoding="utf-8"))
-    (partial / RECORD).write_text(json.dumps([*earlier, record], indent=2) + "\n", encoding="utf-8")
-    options.out.mkdir(parents=True, exist_ok=True)
-    for file in partial.iterdir():
-        file.replace(options.out / file.name)
-    partial.rmdir()
+    """Write the model as bfloat16 with tokenizer and record into `options.out`."""
+    model.to(torch.bfloat16).save_pretrained(options.out)
+    build_tokenizer().save_pretrained(options.out)
+    (options.out / RECORD).write_text(json.dumps([record], indent=2) + "\n", encoding="utf-8")
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m recall.train", description=__doc__)
     add = parser.add_argument
     add("--out", type=Path, required=True, help="directory for the HF model; written over")
-    add("--init", type=Path, help="HF directory to go on from")
     add("--steps", type=int, default=1200)
-    add("--minutes", type=float, default=60.0, help="stop and anneal by then")
     add("--seed", type=int, default=0)
-    add("--width", type=int, default=192, help="of the residual stream; the shipped model has 192")
-    add("--threads", type=int, default=1)
     return parser.parse_args(arguments)
 
 

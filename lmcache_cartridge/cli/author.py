@@ -329,9 +329,4 @@ def export(
 
     with bars() as progress:
         manifest = export(root, to, output, progress=progress)
-    result = {"name": manifest.name, "format": to, "output": str(output)}
-    text = f"{manifest.name} as {to} in {output}"
-    if manifest.payload is not None and manifest.payload.encoding != "plain":
-        result["encoding"] = manifest.payload.encoding
-        text += f", from {manifest.payload.encoding} to {manifest.fingerprint.dtype}"
-    show(result, text)
+    show({"name": manifest.name, "format": to, "output": str(output)}, f"{manifest.name} as {to} in {output}")

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
-from collections.abc import Iterator
 from contextlib import nullcontext
-from itertools import islice
 from operator import itemgetter
 from typing import Any
 
@@ -30,7 +28,7 @@ Numbers = dict[str, dict[str, float]]
 
 
 def read(url: str) -> tuple[Numbers, list[dict[str, Any]] | None]:
-    """Return a server's numbers and, unless they take another API key, the cartridges that it lists first or has active.
+    """Return a server's numbers and, unless they take another API key, the cartridges that it has in memory or loads.
     Blocks. Raises `CartridgeError` where no server with cartridges answers."""
     numbers: Numbers = defaultdict(dict)
     with Server(url, "any", 10.0) as server:
@@ -45,39 +43,18 @@ def read(url: str) -> tuple[Numbers, list[dict[str, Any]] | None]:
                     found[key] = (max if is_shared else sum)((found.get(key, 0.0), sample.value))
             if not numbers:
                 raise CartridgeError(f"{url} serves no cartridges; start it with `lmcache-cartridge serve`")
-            if (reply := server.send("GET", "/v1/cartridges")).status_code in (401, 403):
+            if (reply := server.send("GET", "/v1/cartridges?active=true")).status_code in (401, 403):
                 return numbers, None
-            rows = reply.json()["data"]
-            if reply.json()["has_more"]:
-                rows += server.send("GET", "/v1/cartridges?active=true").json()["data"]
-            return numbers, list({(row["id"], row["version"]): row for row in rows}.values())
+            return numbers, reply.json()["data"]
         except (ValueError, KeyError, TypeError, HTTPError):
             raise CartridgeError(f"{reply.url} answers {reply.status_code}, not as vLLM with cartridges does") from None
 
 
-def views(url: str, interval_s: float) -> Iterator[dict[str, Any]]:
-    """Yield what there is to show, every `interval_s`: `numbers`, their `rates`, `cartridges` and `problem`. Does not end.
-    Raises `CartridgeError` where the first reading fails; later that is the `problem`, and the last numbers stay."""
-    view, before_s = dict[str, Any](), time.monotonic()
-    while True:
-        try:
-            (numbers, cartridges), at_s = read(url), time.monotonic()
-            gained = rates(numbers, view["numbers"], at_s - before_s) if view else None
-            before_s, view = at_s, {"numbers": numbers, "rates": gained, "cartridges": cartridges, "problem": None}
-        except CartridgeError as error:
-            if not view:
-                raise
-            view |= {"problem": str(error)}
-        yield view
-        time.sleep(interval_s)
-
-
-def rates(now: Numbers, before: Numbers, elapsed_s: float) -> Numbers | None:
-    """Return what each counter gained in a second between two readings; None where one went back: it started again."""
+def rates(now: Numbers, before: Numbers, elapsed_s: float) -> Numbers:
+    """Return what each counter gained in a second between two readings; 0 where it began again."""
     counters = {name: of for name, of in now.items() if name.endswith(("_total", "_count"))}
-    gained = {name: {key: (value - before.get(name, {}).get(key, 0.0)) / elapsed_s for key, value in of.items()}
-              for name, of in counters.items()}  # fmt: skip
-    return gained if all(value >= 0 for of in gained.values() for value in of.values()) else None
+    return {name: {key: max(0.0, value - before.get(name, {}).get(key, 0.0)) / elapsed_s for key, value in of.items()}
+            for name, of in counters.items()}  # fmt: skip
 
 
 def draw(url: str, view: dict[str, Any]) -> Group:
@@ -89,7 +66,7 @@ def draw(url: str, view: dict[str, Any]) -> Group:
     old_s, waiting, claims = (shown[name][""] for name in ("status_age_seconds", "waiting_requests", "open_claims"))
     lines = [
         f"cartridges: {', '.join(now)}  {url}",
-        view["problem"] or (f"the workers' numbers are {old_s:.0f} s old" if old_s > 5 else ""),
+        f"the workers' numbers are {old_s:.0f} s old" if old_s > 5 else "",
         f"requests: {flow.get('requests_total', '')}, {waiting:.0f} waiting, {claims:.0f} claims",
         f"positions {flow.get('positions_total')}, lost prompts: {flow.get('lost_prompts_total')}",
     ]
@@ -99,7 +76,7 @@ def draw(url: str, view: dict[str, Any]) -> Group:
         found = ((size if "bytes" in name else count, shown[name].get(tier)) for name in _COLUMNS.values())
         tiers.add_row(tier, *("-" if n is None else show(n) for show, n in found))
     rows = Table("cartridge", "state", "chunks", "size", "pin", box=None, pad_edge=False)
-    for row in sorted(cartridges or (), key=lambda row: (not row["loading"], row["state"] == "cold")):
+    for row in sorted(cartridges or (), key=lambda row: not row["loading"]):
         name, pin = Text(f"{row['id']:.24}@{row['version']}"), "yes" if row["pinned"] else ""
         state = "failing" if (row["loading"] or {}).get("failing") else row["state"]
         chunks = "{resident_chunks}/{chunks}".format_map(max(row["tiers"].values(), key=itemgetter("resident_chunks")))
@@ -111,12 +88,19 @@ def draw(url: str, view: dict[str, Any]) -> Group:
 
 
 def run(url: str, interval_s: float, *, once: bool, as_json: bool) -> None:
-    """Show a server until interrupted, or once; as JSON one line each time. Blocks. Raises as `views`."""
-    console = Console()
+    """Show a server until interrupted, or once; as JSON one line each time. Blocks. Raises as `read`."""
+    console, before, before_s = Console(), None, 0.0
     is_live = console.is_terminal and not once and not as_json
     with Live(console=console, screen=True, auto_refresh=False) if is_live else nullcontext() as live:
-        for view in islice(views(url, interval_s), 1 if once else None):
+        while True:
+            (numbers, cartridges), at_s = read(url), time.monotonic()
+            gained = rates(numbers, before, at_s - before_s) if before else None
+            view = {"numbers": numbers, "rates": gained, "cartridges": cartridges}
+            before, before_s = numbers, at_s
             if live:
                 live.update(draw(url, view), refresh=True)
             else:
                 print(json.dumps(view), flush=True) if as_json else console.print(draw(url, view))
+            if once:
+                return
+            time.sleep(interval_s)

@@ -303,7 +303,7 @@ def test_a_report_that_cannot_be_written_is_known_before_anything_is_asked(start
     mock, taken = start(), tmp_path / "taken"
     taken.write_text("mine")
     for out in (taken, taken / "below"):
-        assert f"--output {out} is no directory to write to" in refused("--url", mock.url, "--output", str(out))
+        assert f"'{out}'" in refused("--url", mock.url, "--output", str(out))
     assert not mock.events and taken.read_text() == "mine"
 
 
