@@ -112,7 +112,7 @@ from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.cli.recall import MODEL_DIR
 from lmcache_cartridge.engine.versions import versions
 assert [versions()[name] for name in ("vllm", "lmcache")] == sys.argv[1:3], versions()
-sys.exit(main(["validate", "--model", str(MODEL_DIR), "--tier", "0,3cross,5,11", "--modes", sys.argv[3]]))
+sys.exit(main(["validate", "--model", str(MODEL_DIR), "--tier", "0,3cross,5,11", "--mode", sys.argv[3]]))
 """
 
 

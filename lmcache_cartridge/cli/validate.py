@@ -7,7 +7,7 @@ import tempfile
 from collections import Counter
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from typer import Argument
 
@@ -62,10 +62,9 @@ def validate(
         option("without --model: prefill cartridges of the server to ask (default: three of those it lists)", metavar="A,B"),
     ] = "",
     vllm: Vllm = "",
-    modes: Annotated[
-        str,
-        option("modes of the servers: the first for all tiers, a second for tier 12", metavar="MODE,MODE"),
-    ] = "in-process,multiprocess",
+    mode: Annotated[
+        Literal["in-process", "multiprocess"], option("of the server that is started, as `serve --mode`")
+    ] = "in-process",
     chunk_size: ServedChunk = 256,
 ) -> int:  # fmt: skip
     """Check a running server, or one that it starts. By pytest, tier by tier; $PYTEST_ADDOPTS may say '-x -k chain
@@ -77,22 +76,18 @@ def validate(
         "--vllm excludes --url; it is for a server that is started here",
         "--cartridges exclude --model, which makes cartridges of its own",
     )  # fmt: skip
-    from ..make.trial.own import MODES
     from ..validate import suite
 
     wanted = suite.default(model=bool(model), own=url is None) if tier is None else suite.read_tiers(tier)
-    chosen: list[Any] = listed(modes)
-    if not chosen or set(chosen) - set(MODES) or len(set(chosen)) < len(chosen):
-        raise SettingsError(f"--modes {modes}: write one or two of {', '.join(MODES)}")
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cartridge-validate-")))
         with bars() as progress:
             if url is None:
-                context = _started(stack, scratch, str(model), chosen[0], chunk_size, vllm)
+                context = _started(stack, scratch, str(model), mode, chunk_size, vllm)
             else:
                 context = _running(stack, url, server_model, model, listed(cartridges), chunk_size, progress)
             context.measure(progress)
-        rows = suite.Suite(context, wanted, modes=chosen, say=say).run()
+        rows = suite.Suite(context, wanted, say).run()
         if any(row.result == suite.FAIL for row in rows):
             _keep_logs(scratch)
     return _tell(context, rows, suite.status(rows, allow_unchecked=allow_unchecked))

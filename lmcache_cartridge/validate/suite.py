@@ -9,7 +9,6 @@ from typing import NamedTuple
 import pytest
 
 from ..errors import CartridgeError
-from ..make.trial.own import MODES, Mode
 from .context import Context, Tell
 
 TIERS = ["-1", "0", "0.5", "1", "1b", "2", "3", "3cross", "4", "5", "6", "7", "7b", "8", "9", "10", "11", "12"]
@@ -60,12 +59,9 @@ def default(*, model: bool, own: bool) -> list[str]:
 class Suite:
     """A plugin of pytest: it has the checks of some tiers run on a context, and keeps what came of them."""
 
-    def __init__(
-        self, context: Context, tiers: Sequence[str], *, modes: Sequence[Mode] = MODES,
-        say: Callable[[str], object] = str,
-    ) -> None:  # fmt: skip
+    def __init__(self, context: Context, tiers: Sequence[str], say: Callable[[str], object]) -> None:
         """`say` is told of each check when it is done."""
-        self._context, self._tiers, self._modes, self._say = context, [NOISE, *tiers], modes, say
+        self._context, self._tiers, self._say = context, [NOISE, *tiers], say
         self.rows: list[Row] = []
 
     def run(self) -> list[Row]:
@@ -82,12 +78,6 @@ class Suite:
     def pytest_configure(self, config: pytest.Config) -> None:
         """Make the mark of the checks known."""
         config.addinivalue_line("markers", "tier(name, what, turn=0): checks with a later turn stop the first server")
-
-    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Have checks of modes run for each that is wanted; `other` ones than the first server's."""
-        for name, modes in (("mode", self._modes), ("other", self._modes[1:])):
-            if name in metafunc.fixturenames:
-                metafunc.parametrize(name, modes)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> Generator[None, None, None]:
@@ -126,8 +116,7 @@ class Suite:
                 error = call.excinfo.value
                 ours = isinstance(error, pytest.fail.Exception | pytest.skip.Exception)
                 found = str(error) if ours else f"{type(error).__name__}: {error}"
-            (tier, what), at = item_tier(item).args, getattr(item, "callspec", None)
-            what += f", {at.id}" if at is not None else ""
+            tier, what = item_tier(item).args
             self.rows.append(Row(tier, what, _RESULTS[report.outcome], found, round(call.duration, 1)))
             why = f": {found}" if report.failed else ""
             self._say(f"tier {tier}, {what}: {self.rows[-1].result}, {call.duration:.1f} s{why}")

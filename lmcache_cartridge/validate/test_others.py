@@ -1,4 +1,4 @@
-"""Others: checks on servers started otherwise: more ranks, another mode, saving."""
+"""Others: checks on servers started otherwise: more ranks, saving."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from ..errors import CartridgeError
-from ..make.trial.own import Mode, OwnServer, reason
+from ..make.trial.own import OwnServer, reason
 from . import test_answers as answers
 from . import test_known as known
 from .context import Context, Tell, summary, unchecked, used_as, wrong
 
-_SAVED_BYTES = 256 << 20
+_SAVED_BYTES = 512 << 20
 _SAVED_S = 20.0
 tier = pytest.mark.tier
 
@@ -34,21 +34,14 @@ def test_tensor_parallel(context: Context, tell: Tell) -> None:
     if torch.cuda.device_count() == 1:
         unchecked("two ranks need two GPUs, and there is one")
     with _elsewhere(context, own.variant(vllm_args=["--tensor-parallel-size", "2"])) as there:
-        _short(there, tell)
-
-
-@tier("12", "the other mode", turn=2)
-def test_mode(context: Context, tell: Tell, other: Mode) -> None:
-    """Ask the server in the other mode, with the same cartridges."""
-    with _elsewhere(context, _own(context).variant(mode=other)) as there:
-        _short(there, tell)
+        for check in (answers.test_ten, answers.test_cross, known.test_chains, known.test_trained):
+            check(there, lambda found: tell(f"{check.__name__}: {found}"))  # noqa: B023 - called before the next turn
 
 
 @tier("12", "saving on", turn=2)
-def test_saving(context: Context, tell: Tell, mode: Mode) -> None:
+def test_saving(context: Context, tell: Tell) -> None:
     """Let LMCache save what follows a cartridge: it comes back when vLLM forgot it, and other tenants get none."""
-    own = _own(context).variant(mode=mode, l1_bytes=_SAVED_BYTES if mode == "in-process" else 0, saves=True)
-    with _elsewhere(context, own) as there:
+    with _elsewhere(context, _own(context).variant(l1_bytes=_SAVED_BYTES, saves=True)) as there:
         one, other = there.held[1], there.held[2]
         # Without the other's first token: a server drops a BOS there, which templates put before every prompt.
         behind, found = [*other.ids[1:], *there.some(other, 1)[0]], []
@@ -69,12 +62,6 @@ def test_saving(context: Context, tell: Tell, mode: Mode) -> None:
         kept = f"cached {first.cached} tokens, {saved.cached} when asked again, {stranger.cached} for another tenant"
         tell(f"{summary(found)}; {kept}")
         answers.test_cross(there, tell)
-
-
-def _short(there: Context, tell: Tell) -> None:
-    """Make the telling checks on another server with the same cartridges; what one cannot try is no pass of the row."""
-    for check in (answers.test_ten, answers.test_cross, known.test_chains, known.test_trained):
-        check(there, lambda found: tell(f"{check.__name__}: {found}"))  # noqa: B023 - called before the next turn
 
 
 def _own(context: Context) -> OwnServer:

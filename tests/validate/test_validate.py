@@ -170,12 +170,12 @@ def fault(measured, monkeypatch):
     server.fault = ""
 
 
-def made(context: Context, wanted: str, **given: Any) -> tuple[str, str]:
+def made(context: Context, wanted: str) -> tuple[str, str]:
     """Make the check of a tier, or of what it is about; return what came of it."""
     [check] = [check for names, check in CHECKS.items() if wanted in names]
     told: list[str] = []
     try:
-        check(context, told.append, **given)
+        check(context, told.append)
     except (pytest.fail.Exception, pytest.skip.Exception) as ended:
         return NOT_CHECKED if isinstance(ended, pytest.skip.Exception) else FAIL, str(ended)
     return PASS, "; ".join(told)
@@ -188,10 +188,9 @@ def test_a_right_server_passes_what_is_not_asked_by_default(context, tier):
 
 
 def test_what_cannot_be_tried_is_said_and_is_no_pass(context):
-    modes = {"the other mode": {"other": "multiprocess"}, "saving on": {"mode": "in-process"}}
     for tier, what in CHECKS:
         if tier in ("6", "7", "7b", "9", "10", "11", "12"):
-            result, found = made(context, what, **modes.get(what, {}))
+            result, found = made(context, what)
             assert result == NOT_CHECKED and "--model" in found
 
 
@@ -226,8 +225,8 @@ def test_a_model_whose_answers_do_not_depend_on_the_document_is_not_checked(stub
         deaf.measure()
         other = SimpleNamespace(start=str, stop=str, client=lambda: Server(stub.url))
         deaf.own = SimpleNamespace(stop=str, variant=lambda **_: other)
-        for what, given in (("0", {}), ("the other mode", {"other": "multiprocess"})):
-            result, found = made(deaf, what, **given)
+        for what in ("0", "saving on"):
+            result, found = made(deaf, what)
             assert result == NOT_CHECKED and "cannot tell" in found
 
 
@@ -388,7 +387,6 @@ def test_where_nothing_could_be_asked_it_is_an_error(stub, capsys, monkeypatch, 
         ([], "validate needs --url or --model"),
         (["--url", "http://x", "--tier", "99"], "there is no tier 99; there are -1, 0, 0.5"),
         (["--url", "http://x", "--vllm", "--max-model-len 5"], "it is for a server that is started here"),
-        (["--url", "http://x", "--modes", "sideways"], "write one or two of in-process, multiprocess"),
     ],
 )
 def test_wrong_usage_is_told_and_is_no_verdict(words, told, capsys):
