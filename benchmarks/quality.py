@@ -1,17 +1,15 @@
 """How well short cartridges answer: compacted and trained at their defaults, asked what nothing of their making has seen.
 
-    python benchmarks/quality.py [--model DIR --sheets FILE] [--ways WAY ...] [--pressed DIR] [--note TEXT]
+    python benchmarks/quality.py [--model DIR] [--ways WAY ...] [--pressed DIR] [--note TEXT]
 
 Sheets that the model never saw are compacted to 4x, 8x and 16x, with questions in two wordings and without any, and trained
 at 4x and 16x, all by the package's defaults; `--ways` names others. Then every fact is asked once in a third wording:
-greedily, in transformers, the KV as it is stored. What the manifests record of that is the result. `--sheets` names a JSON
-list of `{"name", "text", "questions"}`, the last a list of `[question, answer]` for each of three wordings, of which the
-second asks. `--pressed` names files of `press.py`, so that a way may be a press of kvpress: `SnapKVPress 4x`.
+greedily, in transformers, the KV as it is stored. What the manifests record of that is the result. `--pressed` names files of
+`press.py`, so that a way may be a press of kvpress: `SnapKVPress 4x`.
 """
 
 from __future__ import annotations
 
-import json
 import random
 import sys
 import tempfile
@@ -58,13 +56,8 @@ class Sheet(NamedTuple):
     asked: list[Question]
 
 
-def sheets_of(file: Path | None, smoke: bool) -> Iterator[Sheet]:
-    """Yield the sheets in a file, or those of the shipped model, whole or for a smoke test."""
-    if file is not None:
-        for row in json.loads(file.read_text(encoding="utf-8")):
-            first, second, third = ([Question(*pair) for pair in wording] for wording in row["questions"])
-            yield Sheet(row["name"], row["text"], [*first, *third], second)
-        return
+def sheets_of(smoke: bool) -> Iterator[Sheet]:
+    """Yield sheets that the shipped model never saw, whole or for a smoke test."""
     for seed, tokens in UNSEEN_SHEETS.items():
         document = write_document(random.Random(seed), 200 if smoke else tokens)
         facts = [fact._asdict() for fact in document.facts]
@@ -125,7 +118,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     bench = report.Benchmark(__file__, __doc__, ["make/compact", "make/train", "make/gate.py", "make/questions.py"])
     add = bench.parser.add_argument
     add("--model", type=Path, default=MODEL_DIR, help="a recall model (default: the shipped one)")
-    add("--sheets", type=Path, help="JSON file of sheets for it (default: six that the shipped one never saw)")
     add("--ways", nargs="*", default=WAYS, help="what to make (default: all by defaults)")
     add("--pressed", type=Path, help="directory of caches that press.py wrote, for ways that are presses")
     options = bench.start(arguments)
@@ -138,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found: list[report.Figure] = []
     total: dict[str, list[tuple[int, int]]] = {}
     took: dict[str, list[float]] = {}
-    for sheet in list(sheets_of(options.sheets, options.smoke))[:most]:
+    for sheet in list(sheets_of(options.smoke))[:most]:
         for way in ways:
             with tempfile.TemporaryDirectory() as place:
                 if "Press" in way:
