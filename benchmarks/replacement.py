@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import random
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import report
 
@@ -81,12 +81,7 @@ def loads(count: int) -> list[Load]:
     ]
 
 
-class Policy(Protocol):
-    """A memory of `room` chunks with a way to choose who leaves."""
-
-    def ask(self, number: int, size: int) -> bool:
-        """Return whether a cartridge is there, which it is from now on."""
-        ...
+# Policies: a memory of `room` chunks; `ask` returns whether a cartridge is there, which it is from now on.
 
 
 class Lru:
@@ -159,12 +154,12 @@ class Ours:
         return hit
 
 
-POLICIES: dict[str, Callable[[int], Policy]] = {
+POLICIES: dict[str, type[Ours | Lru | TinyLfu]] = {
     "ours": Ours, "LRU": Lru, "W-TinyLFU": TinyLfu
 }  # fmt: skip
 
 
-def found(load: Load, policy: Policy) -> int:
+def found(load: Load, policy: Ours | Lru | TinyLfu) -> int:
     """Return how many of the chunks that were asked for a policy had, of whole cartridges only."""
     return sum(load.size(number) * policy.ask(number, load.size(number)) for number in load.requests)
 
