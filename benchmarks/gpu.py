@@ -3,7 +3,7 @@
     python benchmarks/gpu.py [--device cuda] [--only SECTION] [--smoke | --full]
 
 The paths are those that serve: the tiers with their promotions, the injector (over blocks as vLLM lays them out, with a
-stand-in for its op), int8's codec, and prefill. What is computed on the device is compared with the CPU, and every rate
+stand-in for its op), and prefill. What is computed on the device is compared with the CPU, and every rate
 stands beside a plain copy of the same bytes in the same run. With `--device cpu` the same code runs where there is no GPU,
 and its ratios mean nothing. The exit status is 1 where a byte or a number is wrong or a section failed, not where it is slow.
 """
@@ -31,9 +31,8 @@ from sizes import SHAPES, Shape  # noqa: E402
 from lmcache_cartridge.cli.recall import MODEL_DIR  # noqa: E402
 from lmcache_cartridge.library.index import ChunkKey  # noqa: E402
 from lmcache_cartridge.make.model import CausalModel  # noqa: E402
-from lmcache_cartridge.memory import codec  # noqa: E402
 from lmcache_cartridge.memory.device import Promotions  # noqa: E402
-from lmcache_cartridge.memory.layout import DTYPES, HELD, VIEWS, ChunkShape  # noqa: E402
+from lmcache_cartridge.memory.layout import HELD, VIEWS, ChunkShape  # noqa: E402
 from lmcache_cartridge.memory.loads import ChunkSource  # noqa: E402
 from lmcache_cartridge.memory.tier import MemoryTier  # noqa: E402
 
@@ -233,24 +232,6 @@ def blocks(bench: Bench) -> None:
                 bench.same(f"{layout}: {name} tier to blocks, bytes", found, expected)
 
 
-def int8(bench: Bench) -> None:
-    """Decode int8 records on the device, beside doing so on the CPU."""
-    about, tokens = bench.shape.fingerprint(), (32, 2048, 4096)[bench.form]
-    size = (about.kv_heads, 2, about.layers, tokens, about.head_size)
-    noise = torch.randn(size, generator=torch.Generator().manual_seed(3)).to(DTYPES[about.dtype])
-    packed = codec.encode(noise, about)
-    at_home = bench.pinned(torch.empty(noise.nbytes, dtype=torch.uint8))
-    there, target = (torch.empty(noise.nbytes, dtype=torch.uint8, device=bench.device) for _ in range(2))
-
-    def brought() -> None:
-        codec.decode(packed, at_home, about, tokens)
-        target.copy_(at_home, non_blocking=True)
-
-    ours = bench.timed(lambda: codec.decode(packed, there, about, tokens))
-    bench.ratio("decoding on the device", ours, "decoding on the CPU and copying", bench.timed(brought))
-    bench.same("decoded numbers", there, at_home)
-
-
 def prefill(bench: Bench) -> None:
     """Compute a document's KV on the device and on the CPU, in float32 and in bfloat16."""
     from ttft import make_model
@@ -281,7 +262,7 @@ def prefill(bench: Bench) -> None:
         bench.add(f"speed of {dtype}", "of the CPU's", took["cpu", dtype] / took["device", dtype])
 
 
-SECTIONS = {each.__name__: each for each in (slab, blocks, int8, prefill)}
+SECTIONS = {each.__name__: each for each in (slab, blocks, prefill)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

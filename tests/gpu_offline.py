@@ -47,22 +47,6 @@ def injected(right: Any) -> Any:
     return wrong
 
 
-def decoded(right: Any) -> Any:
-    """A scale of what is decoded on the device, which comes first in every turn."""
-    import numpy as np
-
-    from lmcache_cartridge.artifact import int8
-
-    calls = count(1)
-
-    def wrong(packed: memoryview, out: Any, shape: Any, tokens: int) -> None:
-        heads = np.frombuffer(packed, int8.record(shape, tokens)).copy()
-        heads["key_step"][0, 0, 0] *= 1 + next(calls) % 2
-        right(heads.view("u1").data, out, shape, tokens)
-
-    return wrong
-
-
 def prefilled(right: Any) -> Any:
     """What one call returns: that for the device in float32."""
     calls = count(1)
@@ -87,14 +71,13 @@ def main(out: Path) -> None:
     import gpu
 
     from lmcache_cartridge.engine.inject import EngineWriteConnector
-    from lmcache_cartridge.memory import codec, device
+    from lmcache_cartridge.memory import device
 
     for name, owner, attribute, make, *sections in (
         ("promotion", device, "copy_and_wait", promoted, "slab"),
         ("injection", EngineWriteConnector, "batched_to_gpu", injected, "blocks"),
-        ("scale", codec, "decode", decoded, "int8"),
         ("prefill", gpu.CausalModel, "prefill", prefilled, "prefill"),
-        ("crash", gpu, "MemoryTier", crashing, "slab", "int8"),
+        ("crash", gpu, "MemoryTier", crashing, "slab", "prefill"),
     ):
         with patch.object(owner, attribute, make(getattr(owner, attribute))):
             found[name] = run(out, *sections)

@@ -29,24 +29,24 @@ def test_every_section_runs_on_a_bare_machine_and_finds_nothing_wrong(found):
     assert sound["status"] == 0 and not {"WRONG", "FAILED"} & set(sound["said"].split())
     units = {what: figure["unit"] for what, figure in sound["figures"].items()}
     compared = [what for what, unit in units.items() if unit == "wrong bytes" and sound["figures"][what]["n"] > 1]
-    assert len(compared) == 6, "the device tier, two layouts from two tiers, int8"
-    assert len([unit for unit in units.values() if unit.endswith(("copy", "bytes", "copying"))]) > 6
+    assert len(compared) == 5, "the device tier, two layouts from two tiers"
+    assert len([unit for unit in units.values() if unit.endswith(("copy", "bytes"))]) > 6
 
 
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
         ("promotion", "WRONG bytes in the device tier: 4 wrong bytes"),
-        ("injection", "WRONG LBHNC: device tier to blocks, bytes"), ("scale", "WRONG decoded numbers"),
+        ("injection", "WRONG LBHNC: device tier to blocks, bytes"),
         ("prefill", "WRONG float32 from the CPU's float32"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_said_and_ends_with_status_1(found, wrong, told):
-    """A byte of each chunk flipped on its way to the device or into the blocks, a scale doubled, other KV."""
+    """A byte of each chunk flipped on its way to the device or into the blocks, other KV."""
     assert found[wrong]["status"] == 1 and told in found[wrong]["said"], found[wrong]
 
 
 def test_a_section_that_fails_takes_no_other_along(found):
     crash = found["crash"]
     assert (crash["status"], crash["said"]) == (1, "FAILED slab: RuntimeError: no such kernel\n")
-    assert "decoded numbers" in crash["figures"]
+    assert "speed of float32" in crash["figures"]

@@ -41,17 +41,14 @@ def _codes(numbers: torch.Tensor, step: torch.Tensor) -> np.ndarray:
 
 
 def decode(packed: memoryview, out: torch.Tensor, shape: Fingerprint, tokens: int) -> None:
-    """Fill `out`, flat uint8, with heads in the stored layout and the model's dtype; allocates a few layers of one.
-
-    On another device than the CPU `packed` is copied there, half the bytes, and decoded there, to the same numbers.
-    """
+    """Fill `out`, flat uint8, with heads in the stored layout and the model's dtype; allocates a few layers of one."""
     heads = np.frombuffer(packed, int8.record(shape, tokens))
     steps, middles, value_steps = (
-        torch.from_numpy(heads[name].copy()).to(out.device) for name in ("key_step", "key_middle", "value_step")
+        torch.from_numpy(heads[name].copy()) for name in ("key_step", "key_middle", "value_step")
     )
-    codes = torch.from_numpy(heads["codes"]).to(out.device)
+    codes = torch.from_numpy(heads["codes"])
     kv = out.view(DTYPES[shape.dtype]).view(codes.shape)
-    group = max(1, _GROUP // (tokens * shape.head_size)) if out.device.type == "cpu" else shape.layers
+    group = max(1, _GROUP // (tokens * shape.head_size))
     for head in range(len(heads)):
         for first in range(0, shape.layers, group):
             here = slice(first, first + group)
