@@ -178,6 +178,16 @@ def test_a_connector_that_does_not_ask_for_the_models_name_is_refused():
         pass
 
 
+@pytest.mark.parametrize(
+    ("mode", "device", "moves"),
+    [(None, "cuda", True), ("auto", "cuda", True), ("engine_driven", "cuda", False), (None, "cpu", False)],
+)
+def test_lmcaches_server_moves_blocks_itself_on_gpus_unless_told_otherwise(mode, device, moves):
+    transfer = SimpleNamespace(kv_connector_extra_config={"lmcache.mp.mp_transfer_mode": mode})
+    config = SimpleNamespace(kv_transfer_config=transfer, device_config=SimpleNamespace(device_type=device))
+    assert host.maps_caches(config) == moves
+
+
 def test_handlers_that_cannot_be_wrapped_are_refused():
     def wrap(**state: Any) -> None:
         ours, guard, shown = (lambda inner, what=what: [what, inner] for what in ("ours", "guard", "shown"))
