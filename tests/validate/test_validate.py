@@ -238,18 +238,25 @@ class Life:
     def __init__(self, stub: Stub, directory: Path, broken: str = "") -> None:
         self.stub, self.broken, self.directory = stub, broken, directory
         self.labels: dict[str, str] = {}
+        self.ids: dict[Path, list[int]] = {}
         self.registry = self
 
     def prefill(self, cartridge_id: str, positions: int, *, version: int = 1, add: bool = True) -> Held:
         name, ids = f"{cartridge_id}@{version}", [version, *range(2, positions + 1)]
-        self.stub.cartridges[name] = ids
         if version == 1 or self.broken != "stays with the old version":
             self.stub.current[cartridge_id] = name
         root = self.directory / name
+        self.ids[root] = ids
+        if add:
+            self.add(root)
         manifest = make_artifact(root, positions=positions, cartridge_id=cartridge_id, token_ids=ids).manifest
         return Held(name, tuple(ids), tuple(parts(ids)), (), manifest=manifest, root=root)
 
-    add = kv = lambda self, given: None  # the stub has it already, and nothing rounds here
+    def add(self, root: Path) -> None:
+        self.stub.cartridges[root.name] = self.ids[root]
+
+    def kv(self, given: Held) -> None:
+        """Have none: nothing rounds here."""
 
     def label(self, label: str, name: str) -> None:
         if label not in self.labels or self.broken != "does not move labels":
