@@ -175,9 +175,9 @@ def _prefill(root: Path, given: dict[str, Any]) -> tuple[Manifest, dict[str, Any
         from ..make.foreign.ids import read_json
         from ..make.server import Server
 
-        text = remote.Text(source, token_ids, messages and read_json(messages), given["chat"], arguments)
+        text = remote.asked(source, token_ids, messages and read_json(messages), given["chat"], arguments)
         with Server(given["url"], given["server_model"]) as server:
-            manifest = remote.build(server, text, root, **given["made"])
+            manifest = remote.build(server, text, source, root, **given["made"])
     else:
         loaded = load_model(given["model"], **given["options"])
         from blake3 import blake3

@@ -37,7 +37,7 @@ def bench(
     server_model: ServerModel = None,
     cartridge: Annotated[
         list[str],
-        option("one of the server's cartridges; once for each (default: up to three that it lists, of different lengths)",
+        option("one of the server's cartridges; once for each (default: the three longest that it lists, of different lengths)",
                metavar="NAME"),
     ] = [],  # noqa: B006  Typer copies it
     model: Annotated[

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import SourceError
 from .progress import Progress
@@ -25,16 +25,6 @@ _AT_ONCE = 8
 """Requests to a server."""
 
 
-class Asker(Protocol):
-    """Answers questions greedily."""
-
-    def ask(self, way: Way, questions: Sequence[str], tokens: int, progress: Progress) -> list[str]:
-        """Return the answers, `tokens` long at most, without surrounding spaces. Blocks until all are there.
-
-        `progress` counts those of this way.
-        """
-
-
 class ModelAsker:
     """Asks a model loaded here. Holds the document's KV, from the first time that it is needed."""
 
@@ -48,7 +38,10 @@ class ModelAsker:
         self._kv: dict[Way, torch.Tensor | None] = {"no prefix": None, "cartridge": cartridge.to(model.model.dtype)}
 
     def ask(self, way: Way, questions: Sequence[str], tokens: int, progress: Progress) -> list[str]:
-        """As `Asker` says."""
+        """Return the answers, `tokens` long at most, without surrounding spaces. Blocks until all are there.
+
+        `progress` counts those of this way.
+        """
         if way == "document" and way not in self._kv:
             kv = self._document
             if isinstance(kv, list):
@@ -77,7 +70,7 @@ class ServerAsker:
             self._document = ids[:-1] if len(empty) > 1 and ids[-1:] == empty[-1:] else ids  # an end token
 
     def ask(self, way: Way, questions: Sequence[str], tokens: int, progress: Progress) -> list[str]:
-        """As `Asker` says. Raises `SourceError` at the first request that the server refuses."""
+        """As `ModelAsker.ask`. Raises `SourceError` at the first request that the server refuses."""
         answers = []
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             for answer in pool.map(lambda question: self._ask(way, question, tokens), questions):
@@ -108,3 +101,7 @@ class ServerAsker:
         except SourceError:  # vLLM answers 400 for a model without a chat template
             return "text"
         return "chat"
+
+
+Asker = ModelAsker | ServerAsker
+"""Answers questions greedily."""

@@ -310,14 +310,12 @@ def rounding(model: CausalModel) -> Iterator[Callable[[int, float], None]]:
 
 def in_int8(canary: ServedCanary | None) -> ServedCanary | None:
     """Return a plain cartridge's canary for its int8 copy, what was measured of int8 as noise; None if nothing was."""
-    if canary is None:
+    if canary is None or canary.after[0].int8 is None:
         return None
-    measured = [each.int8 for each in canary.after if each.int8 is not None]
-    if len(measured) < len(canary.after):
-        return None
+    most = max(each.int8 or 0.0 for each in canary.after)
 
     def noisier(asked: Asked) -> Asked:
-        answer = msgspec.structs.replace(asked.answer, noise=round(asked.answer.noise + max(measured), 4))
+        answer = msgspec.structs.replace(asked.answer, noise=round(asked.answer.noise + most, 4))
         return Asked(asked.question, answer, fp8=asked.fp8)
 
     after, behind = (tuple(map(noisier, part)) for part in (canary.after, canary.behind))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,7 +42,6 @@ def read_chat(
 
 def _read_messages(path: Path, text: str) -> list[Message]:
     try:
-        json.loads(text)
         found = _decode_messages(text)
     except ValueError as error:
         raise ArtifactError(f"{path} is no JSON list of messages with role and content, both text: {error}") from None

@@ -17,8 +17,7 @@ _FOREIGN = re.compile(r"[^A-Za-z0-9._-]+")
 
 class _Line(msgspec.Struct):
     id: str
-    text: str | None = None
-    document: str | None = None
+    text: str
 
 
 _decode = msgspec.json.Decoder(_Line | None).decode
@@ -84,6 +83,6 @@ def _documents(name: str, path: Path, problems: list[Row]) -> Iterator[Source]:
         try:
             found = _decode(line or b"null")
             if found:
-                yield Source(found.id, f"{path}:{number}", (found.text or found.document or "").encode())
+                yield Source(found.id, f"{path}:{number}", found.text.encode())
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             problems.append(Row(f"{path}:{number}", problem=f'no JSON of {{"id": ..., "text": ...}}: {error}'))

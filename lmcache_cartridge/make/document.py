@@ -9,7 +9,6 @@ from typing import NamedTuple
 from blake3 import blake3
 
 from ..artifact.chat import Chat
-from ..artifact.hf_config import reach
 from ..errors import ArtifactError
 from .foreign.ids import check_vocabulary
 from .foreign.ids import read_ids as ids_in
@@ -77,17 +76,12 @@ def read_ids(model: CausalModel, path: Path) -> Document:
 def check_fits(model: CausalModel, path: Path, ids: Sequence[int]) -> None:
     """Raise `ArtifactError` where the model's context has no room for the ids and a question."""
     if model.context_tokens and len(ids) >= model.context_tokens:
+        hint = ""
+        if any(each.parameters.get("factors") == "short" for each in model.fingerprint.rope):
+            hint = (
+                ", by longrope's short factors; give --max-model-len as the engine that will serve it has it, which is more, "
+                "for the long ones"
+            )
         raise ArtifactError(
-            f"{path} has {len(ids)} tokens; the model's context is {model.context_tokens}, less the question{_hint(model)}"
+            f"{path} has {len(ids)} tokens; the model's context is {model.context_tokens}, less the question{hint}"
         )
-
-
-def _hint(model: CausalModel) -> str:
-    if reach(model.fingerprint.architecture) is not None:
-        return ", beyond which engines differ in how they scale its attention"
-    if not any(each.parameters.get("factors") == "short" for each in model.fingerprint.rope):
-        return ""
-    return (
-        ", by longrope's short factors; give --max-model-len as the engine that will serve it has it, which is more, for the "
-        "long ones"
-    )

@@ -6,8 +6,8 @@ import importlib.metadata
 import os
 import platform
 import re
-import shutil
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,10 @@ _SMI_S = 20.0
 
 def machine() -> dict[str, Any]:
     """Return the processor, memory, load and versions of this machine, as plain values."""
-    model = re.search(r"^model name\s*: (.+)", Path("/proc/cpuinfo").read_text(), re.M)
+    model, packages = re.search(r"^model name\s*: (.+)", Path("/proc/cpuinfo").read_text(), re.M), {}
+    for name in _PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            packages[name] = importlib.metadata.version(name)
     return {
         "cpu": model[1] if model else platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
@@ -25,25 +28,12 @@ def machine() -> dict[str, Any]:
         "load_average": round(os.getloadavg()[0], 1),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
-        "packages": packages(),
+        "packages": packages,
     }
-
-
-def packages() -> dict[str, str]:
-    """Return the versions of those packages that figures depend on, as far as they are installed here."""
-    found = {}
-    for name in _PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def gpus(*fields: str, of: str = "gpu") -> list[list[str]]:
     """Return `fields` of each NVIDIA GPU, or `of` each of "compute-apps", as `nvidia-smi` tells them; none without it."""
-    if shutil.which("nvidia-smi") is None:
-        return []
     asked = ["nvidia-smi", f"--query-{of}={','.join(fields)}", "--format=csv,noheader,nounits"]
     try:
         told = subprocess.run(asked, capture_output=True, text=True, timeout=_SMI_S, check=True).stdout

@@ -16,7 +16,7 @@ from .model import CausalModel
 from .progress import Progress, silent
 from .write import write_kv
 
-CANARY = "\n\nQuestion: what does this document say?\nAnswer:"
+CANARY = TEXTS[0]
 """Text that follows the document in the canary, unless the author gives a better one."""
 
 

@@ -7,7 +7,7 @@ import time
 import uuid
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 from blake3 import blake3
@@ -32,34 +32,29 @@ _OFF = (403, 404, 405)
 """What servers answer that make nothing for clients, or have no cartridges."""
 
 
-class Text(NamedTuple):
-    """What a server is to make a cartridge of: a text file, one of token ids, or one of messages."""
+def asked(
+    source: Path, token_ids: Path | None, messages: Any, role: str | None, arguments: dict[str, Any]
+) -> dict[str, Any]:
+    """Return a text file, one of token ids, or messages, as the server's route takes it.
 
-    source: Any
-    """The file that the provenance names."""
-    token_ids: Path | None
-    messages: Any
-    role: str | None
-    """Of the document as a message."""
-    arguments: dict[str, Any]
-    """Of the chat template."""
-
-    def asked(self) -> dict[str, Any]:
-        """Return it as the server's route takes it. Raises `ArtifactError` for a file that has no such thing."""
-        if self.token_ids is not None:
-            return {"token_ids": read_ids(self.token_ids)}
-        _, text = read_text(self.source)
-        if self.messages is None and self.role is None:
-            return {"document": text}
-        said = self.messages if self.role is None else [{"role": self.role, "content": text}]
-        return {"messages": said, "chat_template_kwargs": self.arguments}
+    `role` is the document's as a message, `arguments` the chat template's. Raises `ArtifactError` for a file that has no such thing.
+    """
+    if token_ids is not None:
+        return {"token_ids": read_ids(token_ids)}
+    _, text = read_text(source)
+    if messages is None and role is None:
+        return {"document": text}
+    said = messages if role is None else [{"role": role, "content": text}]
+    return {"messages": said, "chat_template_kwargs": arguments}
 
 
 def build(
-    server: Server, text: Text, root: Path, *, cartridge_id: str, version: int, encoding: str = "plain",
+    server: Server, text: dict[str, Any], source: Path, root: Path, *, cartridge_id: str, version: int, encoding: str = "plain",
     progress: Progress = silent,
 ) -> Manifest:  # fmt: skip
-    """Have the server's model, or its LoRA adapter, make a cartridge of a text, and bring it to `root`, every byte checked.
+    """Have the server's model, or its LoRA adapter, make a cartridge of a text, as `asked` returns it, and bring it to `root`, every byte checked.
+
+    `source` is the file that the provenance names.
 
     It is made under a salt of its own, so nobody else's context is used, changed or removed, though it had the same text.
     What is stored in int8 here has no canary: the server asks of plain KV. Raises
@@ -67,7 +62,7 @@ def build(
     Registers nothing.
     """
     own = {"cache_salt": uuid.uuid4().hex}
-    reply = server.send("POST", ROUTE, json=text.asked() | own | {"ttl": TTL_S, "model": server.model})
+    reply = server.send("POST", ROUTE, json=text | own | {"ttl": TTL_S, "model": server.model})
     if reply.status_code in _OFF:
         raise SourceError(
             f"{server.url} makes no cartridges for clients; it has to be `serve --l1-bytes BYTES --set contexts=true`"
@@ -85,8 +80,8 @@ def build(
         made = decode(context.read("", MANIFEST, MAX_MANIFEST_BYTES).data, server.url)
         if made.digest != found["digest"]:
             raise SourceError(f"{server.url} sent another cartridge than the one that it made")
-        digest = blake3(text.source.read_bytes()).hexdigest()
-        about = msgspec.structs.replace(made.provenance, document=text.source.name, document_blake3=digest)
+        digest = blake3(source.read_bytes()).hexdigest()
+        about = msgspec.structs.replace(made.provenance, document=source.name, document_blake3=digest)
         made = msgspec.structs.replace(made, id=cartridge_id, version=version, provenance=about)
         fetch(made, "", context, plain, progress, nullcontext())
         if encoding == "int8":

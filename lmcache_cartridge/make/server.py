@@ -268,7 +268,7 @@ def _read(response: httpx.Response) -> Reply:
         else:
             rows = [{_id(token): value for token, value in row.items()} for row in logprobs["top_logprobs"]]
             tokens = [_id(token) for token in logprobs["tokens"]]
-        cached = cached_tokens(found)
+        cached = (found["usage"].get("prompt_tokens_details") or {}).get("cached_tokens") or 0
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise SourceError(
             f"{response.url.path} sent something else than was asked for: {response.text:.200}"
@@ -278,11 +278,6 @@ def _read(response: httpx.Response) -> Reply:
 
 def _id(token: str) -> int:
     return int(token.removeprefix(_PREFIX))
-
-
-def cached_tokens(reply: Mapping[str, Any]) -> int:
-    """Return how many of a prompt's tokens the engine did not compute, as the usage of a reply has it."""
-    return (reply["usage"].get("prompt_tokens_details") or {}).get("cached_tokens") or 0
 
 
 def read_score(reply: str) -> int | None:

@@ -68,7 +68,7 @@ def test_ids_are_names_paths_below_a_directory_and_fields_of_lines(tmp_path):
     for name in ("a/one.txt", "a/sub dir/two.v2.md", "a/.git/config", "a/.hidden", "b/three.txt", "b/four.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
-    lines = [{"id": "five", "text": "x\ny"}, {"id": "six", "document": "z", "more": 1}]
+    lines = [{"id": "five", "text": "x\ny"}, {"id": "six", "text": "z", "more": 1}]
     (tmp_path / "c.jsonl").write_text("\n\n".join(map(json.dumps, lines)) + "\n{}\nno\n")
     sources, problems = find([str(tmp_path / "a"), str(tmp_path / "b/*r*.txt"), str(tmp_path / "c.jsonl")])
     assert [(source.id, source.raw.decode()) for source in sources] == [

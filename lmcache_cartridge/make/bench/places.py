@@ -82,12 +82,12 @@ def choose(
     found: dict[int, Place] = {}
     for name in names or ([] if maker else _listed(target, wanted)):
         place = of_cartridge(target, name)
-        if place.p in found:
-            left.append(f"{place.cartridge} has as many positions as {found[place.p].cartridge}, and was left out")
-        elif not _fits(target, place.p, around):
-            left.append(f"{place.cartridge}: no room for a question behind its {place.p} positions")
-        else:
+        if place.p not in found and _fits(target, place.p, around):
             found[place.p] = place
+        else:
+            left.append(
+                f"{place.cartridge}: another has {place.p} positions too, or a question has no room behind them"
+            )
     lengths = [p for p in wanted or ([] if found else LENGTHS) if p not in found]
     fits = [p for p in sorted(set(lengths)) if _fits(target, p, around)]
     if too_long := sorted({*lengths} - {*fits}):
@@ -99,12 +99,9 @@ def choose(
 
 
 def _listed(target: Target, wanted: Sequence[int] | None) -> list[str]:
-    """Return a server's cartridges of the lengths `wanted`; without these the shortest, the middle one and the longest."""
+    """Return a server's cartridges of the lengths `wanted`; without these of the three longest ones."""
     by_length = {row["positions"]: f"{row['id']}@{row['version']}" for row in target.cartridges()}
-    if wanted:
-        return [by_length[p] for p in wanted if p in by_length]
-    lengths = sorted(by_length)
-    return [by_length[p] for p in dict.fromkeys([*lengths[:1], *lengths[len(lengths) // 2 :][:1], *lengths[-1:]])]
+    return [by_length[p] for p in wanted or [*by_length][-3:] if p in by_length]
 
 
 def _fits(target: Target, p: int, around: int) -> bool:

@@ -78,18 +78,12 @@ def _hazy(manifest: Manifest, kv: torch.Tensor, base: str, directory: Path) -> N
                 for layer in layers
             )
     torch.save(planes, directory / CHECKPOINT)
-    notes = {"model": base, "dtype": manifest.fingerprint.dtype, "n_layers": manifest.fingerprint.layers,
-             "budget_tokens": manifest.positions}  # fmt: skip
-    (directory / "meta.json").write_text(json.dumps(notes, indent=2))
+    (directory / "meta.json").write_text(json.dumps({"model": base}))
 
 
 def card(manifest: Manifest, base: str) -> str:
     """Return a model card with the metadata by which the Hub finds adapters."""
-    shape, origin = manifest.fingerprint, manifest.provenance
-    made = {
-        "prefill": "a plain forward pass over a document; its token ids are in `prefix_token_ids.json`",
-        "trained": "training; no tokens produced it",
-    }
+    shape = manifest.fingerprint
     return f"""---
 library_name: peft
 base_model: {json.dumps(base)}
@@ -103,26 +97,13 @@ tags:
 
 # {manifest.id}
 
-A cartridge: the KV cache of {manifest.positions} positions for `{base}`, to stand before any prompt. It was made by
-{made[manifest.kind]}.
-
-| | |
-| --- | --- |
-| positions | {manifest.positions} |
-| layers, KV heads, head size | {shape.layers}, {shape.kv_heads}, {shape.head_size} |
-| dtype | {shape.dtype}{", exported from int8" if manifest.payload and manifest.payload.encoding == "int8" else ""} |
-| digest | `{manifest.digest}` |
-| made | {origin.created}, {origin.tool} |
-| exported by | lmcache-cartridge {__version__} |
+A cartridge: the KV cache of {manifest.positions} positions for `{base}`, to stand before any prompt, in {shape.dtype}; {manifest.kind},
+made {manifest.provenance.created} by {manifest.provenance.tool}, of digest `{manifest.digest}`. Exported by lmcache-cartridge {__version__}.
 
 With PEFT:
 
 ```python
-from peft import PeftModel
-from transformers import AutoModelForCausalLM
-
-model = AutoModelForCausalLM.from_pretrained({json.dumps(base)}, dtype="auto")
-model = PeftModel.from_pretrained(model, "path/to/this/directory")
+model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({json.dumps(base)}, dtype="auto"), "path/to/this/directory")
 ```
 
 With vLLM and LMCache:
