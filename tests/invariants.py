@@ -15,7 +15,7 @@ def check(of: Any) -> None:
     if isinstance(of, DiskCache):
         there = [path.stat().st_size for path in of.root.glob("*/*-*-*.bin") if len(path.parent.name) == 64]
         said, copies = of.stats(), len(there)
-        there += [path.stat().st_size for path in of.root.glob("*/*.part")]
+        there += [path.stat().st_size for path in of.root.glob("*/.*.partial")]
         assert said.resident_bytes >= sum(there) and said.resident >= copies, "files are left out of the sum"
         assert sum(there) <= said.budget_bytes, "the budget is exceeded"
         return

@@ -111,11 +111,11 @@ class TestDiskCache(TierTests):
         return DiskCache(tmp_path / "cache", ROOM * SIZE, clock=self.clock)
 
     def put(self, tier: DiskCache, digest: str, chunk: int) -> None:
-        self.clock.now += 61  # a use is noted once a minute
+        self.clock.now += 1
         tier.write(CopyKey(digest, chunk, 0, 2), memoryview(data(digest, chunk)))
 
     def get(self, tier: DiskCache, digest: str, chunk: int) -> bytes | None:
-        self.clock.now += 61
+        self.clock.now += 1
         out = bytearray(SIZE)
         return bytes(out) if tier.read_into(CopyKey(digest, chunk, 0, 2), memoryview(out)) else None
 
