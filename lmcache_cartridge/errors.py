@@ -43,14 +43,6 @@ class CorruptChunk(ArtifactError):
     """Bytes of a chunk do not have the checksum its manifest names."""
 
 
-class WrongShape(ArtifactError):
-    """The payload's header names tensors of other shapes than the manifest."""
-
-
-class WrongDtype(ArtifactError):
-    """The payload's header names tensors of another dtype than the manifest."""
-
-
 class NonFiniteKV(ArtifactError):
     """A chunk holds NaN or infinity, which attention would spread over the whole answer."""
 

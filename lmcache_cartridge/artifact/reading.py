@@ -18,15 +18,7 @@ import msgspec
 import numpy as np
 from blake3 import blake3
 
-from ..errors import (
-    ArtifactError,
-    ManifestError,
-    ReplacedArtifact,
-    SourceError,
-    TruncatedPayload,
-    WrongDtype,
-    WrongShape,
-)
+from ..errors import ArtifactError, ManifestError, ReplacedArtifact, SourceError, TruncatedPayload
 from .bytesource import ByteRange, Seen
 from .check import ChunkCheck
 from .local import LocalSource, open_regular
@@ -162,7 +154,14 @@ def verify(root: Path, read: Read | None = None, where: str | None = None) -> It
     if manifest.payload is None:
         return
     read, where = read or partial(_read, root / PAYLOAD), where or str(root / PAYLOAD)
-    check_header(manifest, read, where)
+    expected = payload_header(
+        manifest.fingerprint, manifest.positions, manifest.payload.chunk_tokens, manifest.payload.encoding
+    )
+    header = bytearray(len(expected))
+    if len(expected) == manifest.payload.data_offset_bytes:
+        read(ByteRange(0, len(expected)), memoryview(header), None)
+    if header != expected:  # by which other readers would read something else
+        raise ArtifactError(f"cartridge {manifest.name}: {where} has a header that its manifest does not describe")
     heads = range(manifest.fingerprint.kv_heads)
     buffer = memoryview(bytearray(len(heads) * manifest.head_bytes(0)))
     for chunk in range(manifest.chunks):
@@ -170,36 +169,6 @@ def verify(root: Path, read: Read | None = None, where: str | None = None) -> It
         read(chunk_range(manifest, chunk, heads), data, check.update)
         check.finish(data, where)
         yield chunk + 1, manifest.chunks
-
-
-def check_local_header(manifest: Manifest, root: Path) -> None:
-    """Do `check_header` for a payload beside its manifest; no change without a payload."""
-    if manifest.payload is not None:
-        check_header(manifest, partial(_read, root / PAYLOAD), str(root / PAYLOAD))
-
-
-def check_header(manifest: Manifest, read: Read, where: str) -> None:
-    """Check that a payload's own header agrees with its manifest, which alone is used for serving.
-
-    Raises `WrongShape`, `WrongDtype` or `ArtifactError` for a header by which other readers would read something else.
-    """
-    payload = manifest.stored
-    expected = payload_header(manifest.fingerprint, manifest.positions, payload.chunk_tokens, payload.encoding)
-    found, about = bytearray(len(expected)), f"cartridge {manifest.name}: {where}"
-    if len(expected) == payload.data_offset_bytes:
-        read(ByteRange(0, len(expected)), memoryview(found), None)
-    if found == expected:
-        return
-    try:
-        tensors = json.loads(found[8 : 8 + int.from_bytes(found[:8], "little")])
-        for name, tensor in json.loads(expected[8:]).items():
-            given = tensors.get(name, tensor)
-            for field, error in (("dtype", WrongDtype), ("shape", WrongShape)):
-                if given[field] != tensor[field]:
-                    raise error(f"{about}: {name} has {field} {given[field]}, its manifest says {tensor[field]}")
-    except (UnicodeDecodeError, json.JSONDecodeError, LookupError, TypeError, AttributeError, RecursionError):
-        pass
-    raise ArtifactError(f"{about} has a header that its manifest does not describe")
 
 
 def _read(path: Path, where: ByteRange, out: memoryview, seen: Seen | None) -> None:

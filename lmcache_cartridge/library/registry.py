@@ -143,8 +143,6 @@ class Registry:
         root = root.resolve()
         manifest = reading.load_manifest(root, payload=location is None)
         reading.load_token_ids(manifest, root)
-        if location is None:
-            reading.check_local_header(manifest, root)
         manifest = msgspec.structs.replace(manifest, version=version or manifest.version)
         entry = entry_of(manifest, location or str(root), promoted=promote)
         if label is not None:

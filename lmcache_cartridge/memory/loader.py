@@ -7,7 +7,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +17,7 @@ from ..artifact.cartridge import Cartridge, Segment
 from ..artifact.check import ChunkCheck
 from ..artifact.location import is_remote
 from ..artifact.manifest import Manifest
-from ..errors import ArtifactError, CartridgeError, CorruptChunk, ManifestError, OverBudget, SourceError
+from ..errors import ArtifactError, CartridgeError, CorruptChunk, OverBudget, SourceError
 from ..library.catalog import Catalog
 from ..library.index import ChunkKey
 from ..library.workers import Workers
@@ -194,11 +193,7 @@ class ChunkLoader:
             self._fetch(cartridge, stored, out)
         except CorruptChunk:
             # Once more: it may have been damaged on its way, or be in the middle of being written.
-            try:
-                self._fetch(cartridge, stored, out)
-            except CorruptChunk:
-                self._diagnose(cartridge, stored)
-                raise
+            self._fetch(cartridge, stored, out)
 
     def _read_copy(self, cartridge: Cartridge, stored: int, out: memoryview) -> bool:
         """Fill `out` from the disk tier and verify it; False if it has no copy, or a bad one, which is discarded."""
@@ -269,20 +264,6 @@ class ChunkLoader:
             self._finite[manifest.digest] = self._finite.get(manifest.digest, 0) | 1 << stored
             while len(self._finite) > _MAX_FINITE:
                 del self._finite[next(iter(self._finite))]
-
-    def _diagnose(self, cartridge: Cartridge, stored: int) -> None:
-        """Raise what is wrong with an artefact on local disk whose bytes have wrong checksums, if it is more than that."""
-        manifest, _, location = cartridge
-        if is_remote(location):
-            return
-        root = Path(location)
-        try:
-            reading.check_local_header(reading.load_manifest(root, manifest.digest), root)
-        except ManifestError:
-            return
-        except ArtifactError as error:
-            where = root / manifest.stored.file
-            raise type(error)(f"cartridge {manifest.name}: chunk {stored} of {where}: {error}") from error
 
 
 class CatalogSource(ChunkSource):

@@ -22,7 +22,7 @@ from lmcache_cartridge.artifact import reading
 from lmcache_cartridge.artifact.cartridge import Cartridge, Segment
 from lmcache_cartridge.artifact.manifest import MAX_TOKENS, Manifest, content_digest, decode
 from lmcache_cartridge.artifact.reading import MANIFEST, PAYLOAD
-from lmcache_cartridge.errors import ArtifactError, CartridgeError, WrongDtype, WrongShape
+from lmcache_cartridge.errors import ArtifactError, CartridgeError
 
 LIMIT_BYTES = 4 << 20
 """What reading one small artefact may allocate at most, whatever it claims to be. The largest in here is 600 KiB."""
@@ -116,7 +116,6 @@ def _read(made: Made, root: Path, *, original: bool) -> str:
         manifest = reading.load_manifest(root)
         reading.load_token_ids(manifest, root)
         reading.load_document_ids(manifest, root)
-        reading.check_local_header(manifest, root)
         if manifest.payload is None or manifest.fingerprint.differences(made.manifest.fingerprint):
             return "another model's"
         for chunk in range(manifest.positions // 16):
@@ -176,14 +175,11 @@ def test_a_forged_number_of_token_ids_is_refused_before_anything_is_allocated(ro
     assert _read_cheaply(Made(made.manifest, []), root, original=False) == "ArtifactError"
 
 
-@pytest.mark.parametrize("old, new, error", [
-    (b"BF16", b"FP16", WrongDtype), (b"[2,", b"[3,", WrongShape), (b'"shape"', b'"shade"', ArtifactError), (b"{", b"[", ArtifactError),
-    (b'"', b"\xff", ArtifactError), (b"{", b"[" * 3000, ArtifactError), (b"{", bytes(8) + b"{", ArtifactError),
-])  # fmt: skip
-def test_a_header_that_its_manifest_does_not_describe_is_refused(root, old, new, error):
-    made, data = make_artifact(root, positions=40).manifest, (root / PAYLOAD).read_bytes()
+@pytest.mark.parametrize("old, new", [(b"BF16", b"FP16"), (b"[2,", b"[3,"), (b"{", bytes(8) + b"{")])
+def test_a_header_that_its_manifest_does_not_describe_is_refused(root, old, new):
+    make_artifact(root, positions=40)
+    data = (root / PAYLOAD).read_bytes()
     assert old in data[:4096]
     (root / PAYLOAD).write_bytes(data.replace(old, new, 1)[: len(data)].ljust(len(data)))
-    with pytest.raises(error, match="cartridge doc@1: .*payload.safetensors") as caught:
-        reading.check_local_header(made, root)
-    assert type(caught.value) is error
+    with pytest.raises(ArtifactError, match="cartridge doc@1: .*payload.safetensors has a header"):
+        list(reading.verify(root))

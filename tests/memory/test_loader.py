@@ -19,16 +19,13 @@ from making import Made, flip_bit, heads_bytes, make_artifact, make_fingerprint,
 from lmcache_cartridge.artifact.bytesource import ByteRange, Seen
 from lmcache_cartridge.artifact.cartridge import Cartridge, Segment
 from lmcache_cartridge.artifact.local import LocalSource
-from lmcache_cartridge.artifact.reading import MANIFEST, PAYLOAD, chunk_range
+from lmcache_cartridge.artifact.reading import PAYLOAD, chunk_range
 from lmcache_cartridge.errors import (
-    ArtifactError,
     CorruptChunk,
     OverBudget,
-    ReplacedArtifact,
     SourceError,
     SourceNotFound,
     TruncatedPayload,
-    WrongShape,
 )
 from lmcache_cartridge.memory import loader as loader_module
 from lmcache_cartridge.memory import tiles
@@ -182,28 +179,11 @@ def test_no_more_than_a_limit_is_allocated_to_cut_chunks_from(root, monkeypatch)
 # Each thing that may be wrong has its own error, which names cartridge, chunk and file.
 
 
-def _replace(made: Made, root: Path) -> None:
-    """Put another artefact of the same size in the place of this one."""
-    other = root.parent / "other"
-    make_artifact(other, positions=POSITIONS, kv_heads=4, seed=9)
-    for file in (PAYLOAD, MANIFEST):
-        (other / file).replace(root / file)
-
-
-def _transpose(made: Made, root: Path) -> None:
-    """Edit the header of a payload and damage the chunk behind it, as another file in its place would."""
-    data = (root / PAYLOAD).read_bytes()
-    header = data[:4096].replace(b"[4,2,3,16,64]", b"[4,2,3,64,16]")
-    (root / PAYLOAD).write_bytes(header + bytes(len(data) - 4096))
-
-
 _DAMAGE = {
     "truncated": (TruncatedPayload, lambda made, root: os.truncate(root / PAYLOAD, 5000)),
     "missing": (SourceNotFound, lambda made, root: (root / PAYLOAD).unlink()),
-    "replaced": (ReplacedArtifact, _replace),
-    "wrong shape": (WrongShape, _transpose),
-    "no header": (
-        ArtifactError,
+    "another file": (
+        CorruptChunk,
         lambda made, root: (root / PAYLOAD).write_bytes(bytes((root / PAYLOAD).stat().st_size)),
     ),
     "flipped bit": (
