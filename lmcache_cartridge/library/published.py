@@ -5,14 +5,12 @@ from __future__ import annotations
 import gzip
 import json
 import logging
-import os
 import random
 import sqlite3
 import time
 import uuid
 import zlib
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -38,7 +36,7 @@ _ATTEMPTS = 200
 """How often others may be first before a publisher gives up."""
 _TABLE = (
     "CREATE TABLE IF NOT EXISTS published (one INTEGER PRIMARY KEY CHECK (one = 1), revision TEXT NOT NULL, "
-    "number INTEGER NOT NULL, recent TEXT NOT NULL, problem TEXT)"
+    "number INTEGER NOT NULL, recent TEXT NOT NULL)"
 )
 
 
@@ -73,14 +71,14 @@ class LibraryWriter(Protocol):
 
 
 class Following(NamedTuple):
-    """How far a library is followed."""
+    """How far a library is followed, as of the last look of this process."""
 
     location: str
     position: int
     """How many changes were taken in since the library was begun."""
-    seen_s: float | None
+    seen_s: float | None = None
     """Unix time of the last look that went well, None where there was none."""
-    problem: str | None
+    problem: str | None = None
     """Why the last look went wrong; what was known is served on."""
 
 
@@ -91,7 +89,6 @@ class _State(NamedTuple):
     """The source's name for its content; empty where there is none."""
     number: int = 0
     recent: tuple[str, ...] = ()
-    problem: str | None = None
 
 
 class Published(Registry):
@@ -102,52 +99,37 @@ class Published(Registry):
     number of processes may share the copy. A copy that is damaged is made anew.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        location: str,
-        source: ByteSource,
-        writer: LibraryWriter | None = None,
-        *,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, path: Path, location: str, source: ByteSource, writer: LibraryWriter | None = None) -> None:
         """Make the copy where it is missing; asks `source` nothing yet. Without a `writer` nothing can be changed.
 
         Raises `RegistryError` where the copy cannot be written.
         """
         self.location = location
-        self._source, self._writer, self._clock = source, writer, clock
+        self._source, self._writer = source, writer
         self._checked = False
-        self._looked, self._seen = path.with_suffix(".looked"), path.with_suffix(".seen")
-        """Files whose modification times say when somebody on this machine looked last, and last looked well."""
         try:
             super().__init__(path)
         except RegistryError as error:
-            if not _is_damaged(error):
-                raise
             logger.warning("%s is made anew: %s", path, error)
             for file in (path, path.with_name(f"{path.name}-journal")):
                 file.unlink(missing_ok=True)
             super().__init__(path)
         with self._connect() as db:
             db.execute(_TABLE)
+        self.following = Following(location, self._state().number)
 
-    def follow(self, *, max_age_s: float = 0.0) -> bool:
+    def follow(self) -> bool:
         """Take in the index if it is not the one that was read last, and return whether it is another.
 
-        Costs one request. False where anybody on this machine looked in the last `max_age_s`. Raises `SourceError`, or
-        `RegistryError` for an index that cannot be understood; what is known stays.
+        Costs one request. Raises `SourceError`, or `RegistryError` for an index that cannot be understood; what is known stays.
         """
-        now_s = self._clock()
-        if 0 <= now_s - (_read_time(self._looked) or 0) < max_age_s:
-            return False
-        _write_time(self._looked, now_s)
-        return self._look()
-
-    def following(self) -> Following:
-        """Return how far the library is followed, by whatever process of this machine."""
-        state = self._state()
-        return Following(self.location, state.number, _read_time(self._seen), state.problem)
+        try:
+            is_another = self._look()
+            self.following = Following(self.location, self._state().number, time.time())
+        except CartridgeError as error:
+            self.following = self.following._replace(problem=str(error))
+            raise
+        return is_another
 
     def begin(self) -> None:
         """Begin a library where there is none, and look. Raises `SourceError` for who may not write there."""
@@ -158,32 +140,25 @@ class Published(Registry):
         return f"{self.location}/cartridges/{one.id}/{one.version}/{one.digest[:16]}"
 
     def _look(self) -> bool:
-        known, problem = self._state(), None
+        known = self._state().revision
         try:
-            found = self._source.read(self.location, INDEX, _MAX_BYTES, known=known.revision or None)
-            if found is not None:
-                index = _decode(found.data, f"{self.location}/{INDEX}")
-                with self._connect() as db:
-                    db.execute("BEGIN IMMEDIATE")
-                    if (
-                        _state(db).revision == known.revision
-                    ):  # else another process was faster, and may have a later one
-                        self._replace(db, index)
-                        _set_state(db, _State(found.revision, index.number, index.recent))
-            _write_time(self._seen, self._clock())
-            return found is not None
-        except CartridgeError as error:
-            if isinstance(error, SourceNotFound) and "NoSuchBucket" not in str(error):
-                error = SourceNotFound(
-                    f"nothing is published at {self.location}; `lmcache-cartridge publish NAME --library {self.location}` "
-                    "begins a library"
-                )
-            problem = str(error)
-            raise error
-        finally:
-            if problem != (state := self._state()).problem:
-                with self._connect() as db:
-                    _set_state(db, state._replace(problem=problem))
+            found = self._source.read(self.location, INDEX, _MAX_BYTES, known=known or None)
+        except SourceNotFound as error:
+            if "NoSuchBucket" in str(error):
+                raise
+            raise SourceNotFound(
+                f"nothing is published at {self.location}; `lmcache-cartridge publish NAME --library {self.location}` "
+                "begins a library"
+            ) from None
+        if found is None:
+            return False
+        index = _decode(found.data, f"{self.location}/{INDEX}")
+        with self._connect() as db:
+            db.execute("BEGIN IMMEDIATE")
+            if _state(db).revision == known:  # else another process was faster, and may have a later one
+                self._replace(db, index)
+                _set_state(db, _State(found.revision, index.number, index.recent))
+        return True
 
     def _change(self, change: Callable[[sqlite3.Connection], T]) -> T:
         if (writer := self._writer) is None:
@@ -246,13 +221,13 @@ class Published(Registry):
 
 
 def _state(db: sqlite3.Connection) -> _State:
-    row = db.execute("SELECT revision, number, recent, problem FROM published").fetchone()
-    return _State() if row is None else _State(row[0], row[1], tuple(json.loads(row[2])), row[3])
+    row = db.execute("SELECT revision, number, recent FROM published").fetchone()
+    return _State() if row is None else _State(row[0], row[1], tuple(json.loads(row[2])))
 
 
 def _set_state(db: sqlite3.Connection, state: _State) -> None:
-    values = (*state[:2], json.dumps(state.recent), state.problem)
-    db.execute("INSERT OR REPLACE INTO published VALUES (1, ?, ?, ?, ?)", values)
+    values = (*state[:2], json.dumps(state.recent))
+    db.execute("INSERT OR REPLACE INTO published (one, revision, number, recent) VALUES (1, ?, ?, ?)", values)
 
 
 def _content(db: sqlite3.Connection) -> dict[str, list[tuple]]:
@@ -293,21 +268,3 @@ def _decode(data: bytes, name: str) -> _Index:
         raise
     except (ValueError, CartridgeError, zlib.error, RecursionError) as error:
         raise RegistryError(f"{name} is damaged or was written by something else ({error})") from None
-
-
-def _read_time(path: Path) -> float | None:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return None
-
-
-def _write_time(path: Path, time_s: float) -> None:
-    with suppress(OSError):  # the next look is earlier then
-        path.touch()
-        os.utime(path, (time_s, time_s))
-
-
-def _is_damaged(error: RegistryError) -> bool:
-    """Whether a file is no registry of this release, rather than one that cannot be read now."""
-    return error.__cause__ is None or type(error.__cause__) is sqlite3.DatabaseError

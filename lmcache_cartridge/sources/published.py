@@ -12,7 +12,7 @@ from ..artifact import reading
 from ..artifact.location import is_remote
 from ..artifact.manifest import Manifest
 from ..errors import CartridgeError, CartridgeExists, CartridgeNotFound, SettingsError, SourceNotFound
-from ..library.published import Published
+from ..library.published import Following, Published
 from ..library.registry import RegistryEntry, check_same
 from ..library.workers import note
 from ..settings import Settings
@@ -21,8 +21,6 @@ from .sources import Sources
 from .transfer import Progress
 from .writers import DirectoryWriter, S3Writer
 
-_SHARE = 0.9
-"""Part of `reload_s` within which one look does for all processes of a machine."""
 _LOOK_S = 10.0
 """Longest time that a look may wait for a byte."""
 _CLOSE_S = 1.0
@@ -108,20 +106,24 @@ class Follower:
         self._source = Sources(S3Source(**settings.s3 | {"connections": 1, "timeout_s": timeout_s}))
         self._every_s = settings.reload_s
         self._library = Published(settings.registry_path, location, self._source)
-        known = self._library.following().position > 0
         try:
-            self._library.follow(max_age_s=_SHARE * self._every_s if known else 0.0)
+            self._library.follow()
         except CartridgeError as error:
-            if not known and (not isinstance(error, SourceNotFound) or "NoSuchBucket" in str(error)):
+            if not self._library.following.position and (
+                not isinstance(error, SourceNotFound) or "NoSuchBucket" in str(error)
+            ):
                 self._source.close()
                 raise
             note(error)
-        self.latest = self._library.following()
-        """How far the library is followed, as of the last look of this process."""
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="cartridge-library", daemon=True)
         if self._every_s:
             self._thread.start()
+
+    @property
+    def latest(self) -> Following:
+        """How far the library is followed."""
+        return self._library.following
 
     def close(self) -> None:
         """Stop following. Blocks for a look that is under way, for a moment."""
@@ -133,12 +135,10 @@ class Follower:
     def _run(self) -> None:
         while not self._stopping.wait(self._every_s):
             try:
-                self._library.follow(max_age_s=_SHARE * self._every_s)
-                self.latest = self._library.following()
+                self._library.follow()
             except Exception as error:  # whatever it is, later changes must be followed
                 if not self._stopping.is_set():
                     note(error)
-                    self.latest = self.latest._replace(problem=str(error))
 
 
 def look(settings: Settings) -> None:

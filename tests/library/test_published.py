@@ -137,7 +137,7 @@ def test_two_processes_publish_and_remove_a_thousand_times_and_lose_nothing(wher
     reader = where.machine("fresh", writes=False)
     reader.follow()
     assert [name for name in names(reader) if name.startswith("own-")] == sorted(left[0] + left[1])
-    assert reader.following().position > 700, "the rest was done already, or there was nothing to remove"
+    assert reader.following.position > 700, "the rest was done already, or there was nothing to remove"
     checked = Cli(where.tmp_path / "checker").json("verify", *names(reader), "--library", where.location)
     assert all(row["sound"] for row in checked), "what a row says is there"
 
@@ -217,14 +217,14 @@ def test_an_index_that_cannot_be_understood_stops_following_and_nothing_else(whe
     where.index.write_bytes(spoilt)
     with pytest.raises(RegistryError, match=f"{INDEX} .*{said}") as error:
         follower.follow()
-    assert (names(follower), follower.following().problem) == (["a@1"], str(error.value))
+    assert (names(follower), follower.following.problem) == (["a@1"], str(error.value))
     with pytest.raises(RegistryError, match=said):  # whoever publishes is told too, and replaces nothing
         author.remove("a")
     assert where.index.read_bytes() == spoilt
     where.index.write_bytes(sound)
     author.remove("a")
     follower.follow()
-    assert (names(follower), follower.following().problem) == ([], None)
+    assert (names(follower), follower.following.problem) == ([], None)
 
 
 def test_a_change_whose_answer_was_lost_is_made_once(where):
