@@ -88,7 +88,7 @@ class TrainingDiverged(CartridgeError, ArithmeticError):
 
 
 class SourceError(CartridgeError, OSError):
-    """A byte source failed; `__cause__` is the foreign error."""
+    """A byte source failed."""
 
 
 class SourceNotFound(SourceError, FileNotFoundError):

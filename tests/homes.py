@@ -65,6 +65,11 @@ class Home:
         """Return a prompt that begins with one of `make`."""
         return prompt_for(self, self.made[name], name)
 
+    def ban(self, digest: str, reason: str) -> None:
+        """Quarantine every copy that is registered."""
+        for row in self.registry.having([digest]):
+            self.quarantine.put(digest, reason, row.location)
+
     def root(self, name: str = "doc") -> Path:
         return self.path / "cartridges" / name / "1"
 

@@ -92,19 +92,14 @@ def _rope_differences(mine: Rope, theirs: Rope, layers: int) -> list[str]:
         return []
     if not mine or not theirs:
         return [f"rope: {_named(*mine[:1])}, not {_named(*theirs[:1])}"]
-    if len(mine) == len(theirs) == 1 and (found := mine[0].differences(theirs[0])):
-        return [f"rope {line}" for line in found]
-    where: dict[str, list[int]] = {}
+    lines: dict[str, None] = {}
     for layer in range(layers):
         one, other = rotation_of(mine, layer), rotation_of(theirs, layer)
-        found = []
         if one is not None and other is not None:
-            found = one.differences(other)
+            lines |= dict.fromkeys(one.differences(other))
         elif one is not other and (one or other).layers is not None:  # type: ignore[union-attr]
-            found = [f"{_named(one)}, not {_named(other)}"]
-        for line in found:
-            where.setdefault(line, []).append(layer)
-    return [f"rope of layers {', '.join(map(str, which))}: {line}" for line, which in where.items()]
+            lines[f"of some layers: {_named(one)}, not {_named(other)}"] = None
+    return [f"rope {line}" for line in lines]
 
 
 def _named(rotation: Rotation | None = None) -> str:

@@ -197,16 +197,12 @@ def publish(
                "--next-version"),
     ] = False,
     no_promote: NoPromote = False,
-    force: Annotated[
-        bool,
-        option("without --library: replace an artefact of other content; requests that use the old one fail", "--force"),
-    ] = False,
 ) -> None:  # fmt: skip
     """Store a cartridge in a library, or alone on S3. Verified, and whole or not at all; servers follow a library."""
     if (location is None) == (library is None):
         raise CartridgeError("say where to publish to: --library WHERE, or an s3://bucket/prefix for this one alone")
     if location is not None:
-        _push(name, location, force=force)
+        _push(name, location)
         return
     from ..sources.published import Library
 
@@ -221,14 +217,14 @@ def publish(
     show(result, f"published {row.name} as {manifest.name} at {where}")
 
 
-def _push(name: str, location: str, *, force: bool) -> None:
+def _push(name: str, location: str) -> None:
     from ..sources import s3, transfer
 
     s3.parse(location)
     row = registry_of().find(name)
     root = row.local_root()
     with _transfer() as (source, shown):
-        done = transfer.push(root, location, source, force=force, progress=shown)
+        done = transfer.push(root, location, source, progress=shown)
     result = {"name": done.manifest.name, "digest": done.manifest.digest, "location": location, "pushed": done.changed}
     before = f"the content of {row.name} is there already, as {done.manifest.name}:"
     show(result, f"{f'published {row.name} at' if done.changed else before} {location}")

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from blake3 import blake3
 
 from ..artifact import files
-from ..artifact.location import SCHEME, is_remote
+from ..artifact.location import is_remote
 
 logger = logging.getLogger(__name__)
 
@@ -22,11 +22,7 @@ class Note(NamedTuple):
 
     reason: str
     location: str
-    """Where that copy lies; empty where the note is about all of them."""
-
-    def is_about(self, location: str | None) -> bool:
-        """Whether it is about the copy at `location`."""
-        return self.location in ("", location)
+    """Where that copy lies."""
 
 
 class Quarantine:
@@ -38,8 +34,8 @@ class Quarantine:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
-    def put(self, digest: str, reason: str, location: str = "") -> bool:
-        """Quarantine the copy at `location`, or all that there are; return whether others will see it. Never raises."""
+    def put(self, digest: str, reason: str, location: str) -> bool:
+        """Quarantine the copy at `location`; return whether others will see it. Never raises."""
         text = f"{reason}\n{location}\n"
         try:
             self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -58,9 +54,9 @@ class Quarantine:
         with suppress(OSError):
             for path in sorted(self._directory.glob(f"{digest or '[!.]'}*.txt")):
                 with suppress(OSError):
-                    note = _note(path.read_text(encoding="utf-8", errors="replace"))
-                    if location is None or note.is_about(location):
-                        found[path.stem] = note
+                    reason, _, where = path.read_text(encoding="utf-8", errors="replace").rstrip("\n").rpartition("\n")
+                    if location in (None, where):
+                        found[path.stem] = Note(reason, where)
         return found
 
     def reason(self, digest: str, location: str | None = None) -> str | None:
@@ -79,12 +75,7 @@ class Quarantine:
 
 def name_of(digest: str, location: str) -> str:
     """Return what a note is called."""
-    return f"{digest}-{blake3(location.encode()).hexdigest(8)}" if location else digest
-
-
-def _note(text: str) -> Note:
-    reason, location, *_ = *text.rsplit("\n", 2), "", ""
-    return Note(reason, location) if location.startswith(("/", SCHEME)) else Note(text.strip(), "")  # by hand
+    return f"{digest}-{blake3(location.encode()).hexdigest(8)}"
 
 
 class ProcessQuarantine:
@@ -117,7 +108,7 @@ class ProcessQuarantine:
     def holds(self, digest: str, location: str) -> bool:
         """Whether the copy at `location` is quarantined."""
         with self._lock:
-            return any(name.startswith(digest) and note.is_about(location) for name, note in self._notes.items())
+            return name_of(digest, location) in self._notes
 
     def follow(self) -> set[str]:
         """Take in what others put into the directory, or lifted from it; return the digests that it was about."""
@@ -149,5 +140,5 @@ class ProcessQuarantine:
             self.reasons = {
                 digest: f"quarantined: {note.reason}"
                 for name, note in self._notes.items()
-                if note.is_about(self._location_of(digest := name.partition("-")[0]))
+                if note.location == self._location_of(digest := name.partition("-")[0])
             }

@@ -35,11 +35,10 @@ class Replacement:
         """Half-lives since the start."""
         self._worth: dict[str, float] = {}
         """Binary logarithm of what the uses of a cartridge weigh: each 1 at the start, and twice as much a half-life later."""
-        self._before: dict[str, float] = {}
-        """Of those on trial: what they were worth before they were loaded."""
-        self._on_trial: list[tuple[str, float]] = []
-        """Those of them that could leave next, and which could when something last left: these have passed."""
-        self._passed: list[tuple[str, float]] = []
+        self._turn = 0
+        """How often something left."""
+        self._before: dict[str, tuple[float, float]] = {}
+        """Of those on trial: what they were worth before they were loaded, and the turn that ends it, known once they can leave."""
         self._heap: list[tuple[float, str]] = []
         self._queued: dict[str, float] = {}
         """Where in the heap each stands that can leave; what else is there does not count. Those used since stand too far
@@ -53,7 +52,7 @@ class Replacement:
         if is_here:
             self._before.pop(digest, None)
         else:
-            self._before[digest] = before
+            self._before[digest] = before, inf
         if self._queued.get(digest) == -inf:  # it becomes whole again
             self._queue(digest, self._rank(digest))
         if len(self._worth) > 2 * _REMEMBERED:
@@ -63,15 +62,12 @@ class Replacement:
         """Note that a cartridge has a chunk that can be evicted. Saying so again is no change."""
         if digest not in self._queued:
             if digest in self._before:
-                self._on_trial.append((digest, self._before[digest]))
+                self._before[digest] = self._before[digest][0], self._turn + 1
             self._queue(digest, self._rank(digest))
 
     def leave(self) -> Iterator[str]:
         """Yield what was offered, the one to evict first first, and forget that it was. Those that stay have passed their trial."""
-        for digest, before in self._passed:
-            if self._before.get(digest) == before:
-                del self._before[digest]
-        self._passed, self._on_trial = self._on_trial, []
+        self._turn += 1
         while self._heap:
             stood, digest = heappop(self._heap)
             if self._queued.get(digest) != stood:
@@ -92,7 +88,8 @@ class Replacement:
         self._before.pop(digest, None)
 
     def _rank(self, digest: str) -> float:
-        return self._before.get(digest, self._worth.get(digest, _NEVER))
+        before, until = self._before.get(digest, (_NEVER, 0))
+        return before if self._turn <= until else self._worth.get(digest, _NEVER)
 
     def _queue(self, digest: str, rank: float) -> None:
         self._queued[digest] = rank

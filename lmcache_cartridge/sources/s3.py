@@ -131,7 +131,7 @@ class S3Source:
             yield client, target
         except Exception as error:
             problem = _mapped(error, name)
-            raise SourceError(f"{name}: {problem}") if isinstance(problem, _Transient) else problem from _cause(error)
+            raise SourceError(f"{name}: {problem}") if isinstance(problem, _Transient) else problem from None
 
     def _client(self, purpose: str, location: str, file: str, **options: Any) -> tuple[Any, dict[str, str], str]:
         """Return the client for a purpose, made for its first call, a file's bucket and key, and its name in errors."""
@@ -171,15 +171,10 @@ def _fill(call: _Call, start: int, out: memoryview) -> None:
 
 def _check_range(response: dict[str, Any], start: int, end: int, name: str) -> None:
     """Raise unless the answer is bytes `start` to `end`: `TruncatedPayload` where the object ends before."""
-    status, length = response["ResponseMetadata"]["HTTPStatusCode"], response.get("ContentLength")
+    status = response["ResponseMetadata"]["HTTPStatusCode"]
     match = _CONTENT_RANGE.fullmatch(response.get("ContentRange") or "")
-    if status == 206 and match:
-        first, last, total = map(int, match.groups())
-        sound = first == start and last == min(end, total) - 1
-    else:
-        total = -1 if length is None else length
-        sound = status == 200 and start == 0 <= total <= end
-    if not sound:
+    first, last, total = map(int, match.groups()) if match else (-1, -1, -1)
+    if status != 206 or first != start or last != min(end, total) - 1:
         raise SourceError(
             f"{name}: asked for bytes {start} to {end}, the server answered {status} with other ones; it or a proxy "
             "before it does not support ranges"
@@ -305,18 +300,18 @@ class _Call:
             except Exception as error:
                 problem = _mapped(error, self.name)
                 if not isinstance(problem, _Transient):
-                    raise problem from _cause(error)
+                    raise problem from None
                 failures = failures + 1 if progress() == before else 1
                 before = progress()
                 self._last = problem
                 if failures >= self._source.attempts:
-                    raise SourceError(f"{self.name}: {problem}; tried {failures} times") from _cause(error)
+                    raise SourceError(f"{self.name}: {problem}; tried {failures} times") from None
             longest_s = min(_LONGEST_BACKOFF_S, self._source.backoff_s * 2 ** (failures - 1))
             self._ended.wait(longest_s * random.uniform(0.5, 1))
 
 
 def _mapped(error: Exception, name: str) -> CartridgeError:
-    """Return the error of ours for a foreign one, `_Transient` for one that may pass. None says a secret."""
+    """Return the error of ours for a foreign one, `_Transient` for one that may pass. It says no secret, as a foreign one may."""
     import http.client  # here, since every command would wait for it and what it imports
 
     import urllib3
@@ -363,11 +358,3 @@ def _answered(status: int, code: str, name: str) -> CartridgeError:
 def _status_of(error: Any) -> int:
     """Return the HTTP status that a `ClientError` came with, 0 where there is none."""
     return error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-
-
-def _cause(error: Exception) -> Exception | None:
-    """Return the error to show as the cause; an unknown one may quote request headers, so it is not shown."""
-    from botocore import exceptions as aws
-
-    shown = aws.ClientError | aws.ConnectionError | aws.ConnectionClosedError | aws.ReadTimeoutError | OSError
-    return error if isinstance(error, shown) and not isinstance(error, CartridgeError) else None

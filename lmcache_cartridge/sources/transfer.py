@@ -45,29 +45,24 @@ def push(
     location: str,
     source: S3Source,
     *,
-    force: bool = False,
     progress: Progress,
     manifest: Manifest | None = None,
 ) -> Moved:
     """Store the artefact at `root` under an `s3://` location, manifest last, having verified every checksum.
 
     `manifest` is its own with another id or version, which are no part of its digest.
-    Raises `CartridgeExists` where an artefact of other content is there, unless `force`: then its manifest goes first,
-    so that nobody takes new bytes for those of the old one. A push that fails leaves files without a manifest, which are
+    Raises `CartridgeExists` where an artefact of other content is there. A push that fails leaves files without a manifest, which are
     no artefact; the next one replaces them.
     """
     there = _manifest_at(location, source)
     found = verified(root, progress)
     manifest = manifest or found
     if there and there.digest != manifest.digest:  # else another push may just have completed the same
-        if not force:
-            raise CartridgeExists(
-                f"{location} holds {there.name} of other content (digest {there.digest[:16]}..., that of {manifest.name} is "
-                f"{manifest.digest[:16]}...); push to another prefix, or replace it with --force, which fails requests that "
-                "use the old one"
-            )
-        source.delete(location, reading.MANIFEST)
-    elif there and _is_complete(there, location, source):
+        raise CartridgeExists(
+            f"{location} holds {there.name} of other content (digest {there.digest[:16]}..., that of {manifest.name} is "
+            f"{manifest.digest[:16]}...); push to another prefix, or delete what is there, which fails requests that use it"
+        )
+    if there and _is_complete(there, location, source):
         return Moved(there, root, False)
     if found.digest != manifest.digest:
         raise ArtifactError(f"{root} was replaced while it was pushed; push it again")

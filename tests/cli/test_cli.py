@@ -208,7 +208,7 @@ def test_verify_finds_what_is_damaged_and_tells_programs(cli, tmp_path):
 def test_a_quarantine_is_shown_and_lifted_by_verify_once_the_cartridge_is_sound(cli, tmp_path):
     made = make_artifact(tmp_path / "doc", positions=40)
     cli.json("import", tmp_path / "doc")
-    Quarantine(cli.home / "quarantine").put(made.manifest.digest, "chunk 2 was corrupt")
+    Quarantine(cli.home / "quarantine").put(made.manifest.digest, "chunk 2 was corrupt", str(tmp_path / "doc"))
     for status, reason in ((1, "chunk 2 was corrupt"), (0, None)):
         flip_bit(tmp_path / "doc" / PAYLOAD, 9000)
         assert cli("verify", "doc").status == status

@@ -76,7 +76,7 @@ def test_what_a_lookup_leased_is_lent_though_another_leads_since_unless_that_is_
     assert twins.lent() == ["good"] * 4
     assert all(map(twins.store.release, twins.hashes[:4]))
     assert twins.lent() == ["bad"] * 4, "without a lease the newest of those that are trusted"
-    home.quarantine.put(twins.bad.manifest.digest, "by hand")
+    home.ban(twins.bad.manifest.digest, "by hand")
     twins.store.refresh()
     assert twins.store.lookup(twins.hashes) == 4
     assert twins.lent() == ["good"] * 4
@@ -139,7 +139,7 @@ def test_what_answered_plain_prompts_and_is_taken_back_is_a_withdrawal(home, why
     if why == "canary":
         store.tried(digest, "canary", False)
     elif why == "quarantine":
-        home.quarantine.put(digest, "by hand")
+        home.ban(digest, "by hand")
     else:
         home.registry.remove("doc")
     store.refresh()

@@ -141,21 +141,14 @@ def test_a_push_completes_one_that_lost_a_file(here, remote, pushed, lost):
     assert remote.files() == _bytes(pushed)
 
 
-def test_other_content_is_replaced_by_force_only(here, there, remote, pushed):
-    new = _registered(here, "two", seed=2, version=2)
-    said = _refused(here, "publish", "doc", remote.location)
-    assert "holds doc@1 of other content" in said and "--force" in said
+def test_other_content_is_not_replaced(here, remote, pushed):
+    _registered(here, "two", seed=2, version=2)
+    assert "holds doc@1 of other content" in _refused(here, "publish", "doc", remote.location)
     assert remote.files() == _bytes(pushed)
-    here.json("publish", "doc", remote.location, "--force")
-    assert _bytes(_pulled(there, remote)) == _bytes(new)
 
 
 @pytest.mark.parametrize("broken", [MANIFEST, PAYLOAD, "token_ids.npy"])
-@pytest.mark.parametrize("force", [False, True])
-def test_a_half_push_is_never_seen(here, there, remote, broken, force, monkeypatch):
-    if force:
-        _registered(here, "old", seed=9)
-        here.json("publish", "doc", remote.location)
+def test_a_half_push_is_never_seen(here, there, remote, broken, monkeypatch):
     new, upload = _registered(here, "new", seed=1, version=2), S3Source.upload
 
     def break_down(self: S3Source, location: str, file: str, *arguments: Any) -> None:
@@ -165,7 +158,7 @@ def test_a_half_push_is_never_seen(here, there, remote, broken, force, monkeypat
 
     with monkeypatch.context() as breaking:
         breaking.setattr(S3Source, "upload", break_down)
-        said = _refused(here, "publish", "doc@2", remote.location, *["--force"] * force)
+        said = _refused(here, "publish", "doc@2", remote.location)
     assert "the network went away" in said
     assert "holds no manifest.json" in _refused(there, "pull", remote.location)
     here.json("publish", "doc@2", remote.location)

@@ -24,22 +24,11 @@ def test_what_caused_a_quarantine_is_remembered_until_it_is_lifted(tmp_path):
     assert Quarantine(tmp_path).notes() == {name_of(DIGEST, where): Note("/mnt/\\udcff is corrupt", where)}
     quarantine.lift(DIGEST, "/elsewhere")
     assert quarantine.reason(DIGEST, where) and quarantine.reason(DIGEST, "/elsewhere") is None
-    (by_hand := tmp_path / f"{DIGEST}.txt").write_text("not this one")
+    quarantine.put(DIGEST, "two\nlines", "/other")
     quarantine.drop(name_of(DIGEST, where))
-    assert quarantine.notes() == {by_hand.stem: Note("not this one", "")}
+    assert quarantine.notes() == {name_of(DIGEST, "/other"): Note("two\nlines", "/other")}
     quarantine.lift(DIGEST)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_notes_by_hand_and_of_earlier_releases_are_read(tmp_path):
-    quarantine = Quarantine(tmp_path)
-    for text, note in (
-        ("by hand", Note("by hand", "")), ("a\nb\nc", Note("a\nb\nc", "")),
-        ("chunk 3\ns3://bucket/doc\n\"etag\"", Note("chunk 3", "s3://bucket/doc")),
-    ):  # fmt: skip
-        (tmp_path / f"{DIGEST}.txt").write_text(text)
-        assert quarantine.notes(DIGEST) == {DIGEST: note}
-        assert quarantine.reason(DIGEST, "/anywhere") == (None if note.location else note.reason)
 
 
 class _Remote:
@@ -102,8 +91,8 @@ def test_evicting_lifts_what_a_copy_on_s3_caused_and_nothing_else(remote):
     store.evict(digest)
     remote.serves(store)
     remote.quarantine.put(digest, "chunk 3 is corrupt", remote.location)
-    remote.quarantine.put(digest, "it answers wrongly")
+    remote.quarantine.put(digest, "it answers wrongly", str(remote.home.root()))
     for _ in range(2):
         store.refresh()
         store.evict(digest)
-    assert "it answers wrongly" in remote.claim(store)
+    assert remote.quarantine.reason(digest) == "it answers wrongly"

@@ -86,7 +86,7 @@ def test_a_claim_of_a_document_takes_what_room_there_is_and_a_trained_one_waits(
 def test_a_claim_says_why_it_is_refused(home):
     sound, big = home.make("sound", positions=16), home.make("big", positions=80, seed=1)
     foreign, banned = home.make("foreign", layers=4, seed=2), home.make("banned", seed=3)
-    home.quarantine.put(banned.digest, "chunk 1 is corrupt")
+    home.ban(banned.digest, "chunk 1 is corrupt")
     store = home.open(chunks=4, settings=STILL)
     for digests, reason, mismatch in (
         ([sound.digest, "00" * 32], "a cartridge of it is not there", False),

@@ -186,7 +186,7 @@ def test_the_tail_of_a_trained_cartridge_is_lent_whole_while_it_is_claimed(home,
     assert claim.poll().chunks == whole + 1
     assert (store.lookup(prompt.hashes, digest), store.lookup(prompt.hashes)) == (whole, 0)
     assert torch.equal(store.tail(digest), made.kv[:, :, whole * CHUNK :])
-    home.quarantine.put(digest, "a test says so")
+    home.ban(digest, "a test says so")
     store.refresh()
     assert store.tail(digest) is None
     claim.close()

@@ -165,7 +165,7 @@ def test_an_id_means_an_older_version_while_the_newest_cannot_be_had(home):
         home.make("trained", kind="trained", version=version, promote=version == 3)
     home.registry.label("newest", "trained")
     reason = f"{home.place('trained', 3)}/payload.safetensors: chunk 1 is /secret home/x y/z"
-    home.quarantine.put(home.made["trained@3"].digest, reason)
+    home.quarantine.put(home.made["trained@3"].digest, reason, str(home.place("trained", 3)))
     assert home.resolve("trained").names == "trained@1", "@2 was never promoted"
     told = "cartridge trained@3 is quarantined: trained@3/payload.safetensors: chunk 1 is z"
     for name in ("trained@3", "newest"):
