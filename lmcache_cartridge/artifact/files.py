@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import io
 import os
 import shutil
@@ -18,15 +17,6 @@ def create(path: Path, mode: int = 0o666) -> io.BufferedWriter:
     Who may read it is for the umask to say, within `mode`.
     """
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb")
-
-
-def try_lock(descriptor: int) -> bool:
-    """Lock an open file against all threads and processes; False, at once, where another has it. Raises `OSError`."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def sync(file: io.BufferedWriter) -> None:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,8 +17,8 @@ import msgspec
 import numpy as np
 from blake3 import blake3
 
-from ..errors import ArtifactError, ManifestError, ReplacedArtifact, SourceError, TruncatedPayload
-from .bytesource import ByteRange, Seen
+from ..errors import ArtifactError, ManifestError, ReplacedArtifact, TruncatedPayload
+from .bytesource import ByteRange, ByteSource
 from .check import ChunkCheck
 from .local import LocalSource, open_regular
 from .manifest import MAX_MANIFEST_BYTES, Manifest, Tokens, decode, head_bytes
@@ -138,44 +137,33 @@ def _read_at_most(path: str, limit_bytes: int) -> bytes:
         return file.read(min(limit_bytes, os.fstat(file.fileno()).st_size))
 
 
-Read = Callable[[ByteRange, memoryview, Seen | None], None]
-"""Fills a buffer with some bytes of a payload, as `ByteSource.read_into` does."""
-
-
-def verify(root: Path, read: Read | None = None, where: str | None = None) -> Iterator[tuple[int, int]]:
+def verify(root: Path, source: ByteSource | None = None, location: str | None = None) -> Iterator[tuple[int, int]]:
     """Check everything an artefact promises, yielding (chunks done, chunks) as it goes.
 
-    `read` reads a payload that is elsewhere than beside its manifest, at `where`. Raises `ManifestError` or
-    `ArtifactError` for the first fault.
+    Its payload may lie elsewhere than beside its manifest: at `location` of `source`. Raises `CartridgeError` for the first fault.
     """
-    manifest = load_manifest(root, payload=read is None)
+    manifest = load_manifest(root, payload=location is None)
     load_token_ids(manifest, root)
     load_document_ids(manifest, root)
     if manifest.payload is None:
         return
-    read, where = read or partial(_read, root / PAYLOAD), where or str(root / PAYLOAD)
+    source, location = source or LocalSource(), location or str(root)
+    where = f"{location}/{PAYLOAD}"
     expected = payload_header(
         manifest.fingerprint, manifest.positions, manifest.payload.chunk_tokens, manifest.payload.encoding
     )
     header = bytearray(len(expected))
     if len(expected) == manifest.payload.data_offset_bytes:
-        read(ByteRange(0, len(expected)), memoryview(header), None)
+        source.read_into(location, PAYLOAD, ByteRange(0, len(expected)), memoryview(header))
     if header != expected:  # by which other readers would read something else
         raise ArtifactError(f"cartridge {manifest.name}: {where} has a header that its manifest does not describe")
     heads = range(manifest.fingerprint.kv_heads)
     buffer = memoryview(bytearray(len(heads) * manifest.head_bytes(0)))
     for chunk in range(manifest.chunks):
         check, data = ChunkCheck(manifest, chunk, heads), buffer[: len(heads) * manifest.head_bytes(chunk)]
-        read(chunk_range(manifest, chunk, heads), data, check.update)
+        source.read_into(location, PAYLOAD, chunk_range(manifest, chunk, heads), data, check.update)
         check.finish(data, where)
         yield chunk + 1, manifest.chunks
-
-
-def _read(path: Path, where: ByteRange, out: memoryview, seen: Seen | None) -> None:
-    try:
-        LocalSource().read_into(str(path.parent), path.name, where, out, seen)
-    except SourceError as error:
-        raise ArtifactError(str(error)) from error
 
 
 def payload_header(fingerprint: Fingerprint, positions: int, chunk_tokens: int, encoding: str) -> bytes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -170,13 +169,10 @@ def _check(location: RegistryEntry, sources: Sources) -> None:
     """Read an artefact whole where it lies, with a progress bar. Raises `CartridgeError` unless it is sound."""
     from ..artifact import reading
 
-    root, read, where = root_of(location.location), None, None
-    if is_remote(location.location):
-        where = f"{location.location}/{reading.PAYLOAD}"
-        read = partial(sources.read_into, location.location, reading.PAYLOAD)
-    reading.load_manifest(root, location.digest, payload=read is None)
+    root, elsewhere = root_of(location.location), location.location if is_remote(location.location) else None
+    reading.load_manifest(root, location.digest, payload=elsewhere is None)
     with bars() as shown:
-        for done, total in reading.verify(root, read, where):
+        for done, total in reading.verify(root, sources, elsewhere):
             shown(location.name, done, total)
 
 

@@ -8,7 +8,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -73,12 +73,11 @@ class ManifestCache:
         *,
         force: bool = False,
         max_age_s: float = MAX_AGE_S,
-        check: Callable[[Manifest], None] = lambda manifest: None,
     ) -> Path:
         """Return a local directory with the manifest and token ids of the artefact at an `s3://` location.
 
         Blocks while S3 is asked; one thread asks for a newer manifest, others get the copy there is. None is
-        asked within `max_age_s` of the last time, but with `force`. Where S3 cannot be reached the copy is returned, unless `force`. `check` raises for a new manifest whose ids are not to be fetched. Raises `SourceError`,
+        asked within `max_age_s` of the last time, but with `force`. Where S3 cannot be reached the copy is returned, unless `force`. Raises `SourceError`,
         `ManifestError` or `ArtifactError`, `TruncatedPayload` if the payload has another size than the manifest says.
         """
         if not force and (found := self.known(location, max_age_s)):
@@ -89,7 +88,7 @@ class ManifestCache:
             if known and not force and entry.is_younger(max_age_s):
                 return known
             try:
-                found = self._revalidate(location, entry, known, force, check)
+                found = self._revalidate(location, entry, known, force)
             except (SourceNotFound, SourceDenied):
                 raise
             except SourceError as error:
@@ -130,9 +129,7 @@ class ManifestCache:
     def _of(self, location: str) -> Path:
         return self._directory / blake3(location.encode()).hexdigest(16)
 
-    def _revalidate(
-        self, location: str, entry: _Entry, known: Path | None, force: bool, check: Callable[[Manifest], None]
-    ) -> Path:
+    def _revalidate(self, location: str, entry: _Entry, known: Path | None, force: bool) -> Path:
         """Return the copy of the artefact that is at the location now."""
         revision = entry.revision if known and _is_whole(known) else None
         small = self._source.read(location, reading.MANIFEST, MAX_MANIFEST_BYTES, known=revision)
@@ -142,7 +139,6 @@ class ManifestCache:
             assert known, "no other revision is asked for"
             data, copy = (known / reading.MANIFEST).read_bytes(), known
         manifest = decode(data, f"{location}/{reading.MANIFEST}")
-        check(manifest)
         is_new = small is not None and not _is_whole(copy)
         if is_new or force or copy != known:
             self._check_payload(location, manifest)

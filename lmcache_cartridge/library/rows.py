@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import time
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
@@ -26,8 +24,6 @@ logger = logging.getLogger(__name__)
 PERMANENT = (ModelMismatch, UnsupportedEngine)
 """Errors of sound cartridges that one engine can never serve; to read them again is no use."""
 _FORMAT = 6
-_UNUSED_S = 30 * 86400.0
-"""Age at which the file of an engine that starts no more is removed."""
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -68,7 +64,7 @@ class RowReader:
     ) -> None:
         """Touches no file."""
         self._index, self._copies = index, copies
-        self._allow_trained, self._complained = allow_trained, False
+        self._allow_trained = allow_trained
         self._check = lambda manifest: manifest.fingerprint.check_fits(fingerprint, accept_weights=accept_weights)
         hashes = list(map(hex, index.probe)), index.chunk_tokens
         facts = (_FORMAT, hashes, fingerprint, allow_trained, accept_weights, str(registry.absolute()))
@@ -81,7 +77,7 @@ class RowReader:
         if copy := self._copies.known(location):
             with suppress(CartridgeError):
                 return self.read(digest, Place(copy, location))
-        return self.read(digest, Place(self._copies.fetch(location, check=self._check), location))
+        return self.read(digest, Place(self._copies.fetch(location), location))
 
     def read(self, digest: str, place: Place) -> tuple[Row, Cartridge]:
         """Read an artefact and hash its document. Blocks for local reads.
@@ -108,7 +104,6 @@ class RowReader:
         A row was right then; it is compared with its artefact before a chunk is loaded.
         """
         with suppress(OSError, msgspec.DecodeError, UnicodeDecodeError):
-            os.utime(self._file)
             return _decode(self._file.read_bytes())
         return []
 
@@ -123,10 +118,4 @@ class RowReader:
             self._file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             files.replace(self._file, [msgspec.msgpack.encode(rows)], 0o600)
         except OSError as error:
-            if not self._complained:
-                logger.warning("%s cannot be written (%s); the next start reads artefacts instead", self._file, error)
-            self._complained = True
-        for path in self._file.parent.glob("*.*"):
-            with suppress(OSError):
-                if time.time() - path.stat().st_mtime > _UNUSED_S:
-                    path.unlink()
+            logger.warning("%s cannot be written (%s); the next start reads artefacts instead", self._file, error)

@@ -352,7 +352,7 @@ class Resolver:
         if not wait and (force or self._manifests.known(location, max_age_s) is None):
             raise NeedsReading(reference, location)
         try:
-            return self._manifests.fetch(location, force=force, max_age_s=max_age_s, check=self._check_fits)
+            return self._manifests.fetch(location, force=force, max_age_s=max_age_s)
         except SourceNotFound:
             raise Refusal(404, f"no cartridge is at {_shown(reference)}") from None
         except SourceError:

@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..artifact.files import try_lock
-
 
 @contextmanager
 def locked(path: Path, wait_s: float = math.inf) -> Iterator[int]:
@@ -25,7 +23,7 @@ def locked(path: Path, wait_s: float = math.inf) -> Iterator[int]:
     while True:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         try:
-            if try_lock(descriptor) and os.fstat(descriptor).st_nlink:  # once it is removed others lock a new one
+            if _try_lock(descriptor) and os.fstat(descriptor).st_nlink:  # once it is removed others lock a new one
                 try:
                     yield descriptor
                     return
@@ -37,3 +35,12 @@ def locked(path: Path, wait_s: float = math.inf) -> Iterator[int]:
             raise TimeoutError(errno.ETIMEDOUT, f"another process has held it for {wait_s:g} s", str(path))
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 0.005)
+
+
+def _try_lock(descriptor: int) -> bool:
+    """Lock an open file against all threads and processes; False, at once, where another has it. Raises `OSError`."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

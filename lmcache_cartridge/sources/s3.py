@@ -151,22 +151,21 @@ def _head(call: _Call) -> dict[str, Any]:
 
 
 def _fill(call: _Call, start: int, out: memoryview) -> None:
-    """Fill `out` from `start` of an object, going on from where a connection broke."""
-    done, size = 0, len(out)
+    """Fill `out` from `start` of an object, from there again where a connection broke."""
+    size = len(out)
 
-    def rest() -> None:
-        nonlocal done
-        end = start + size
-        response = call.client.get_object(**call.target, Range=f"bytes={start + done}-{end - 1}")
+    def fill() -> None:
+        done, end = 0, start + size
+        response = call.client.get_object(**call.target, Range=f"bytes={start}-{end - 1}")
         with response["Body"] as body:
-            _check_range(response, start + done, end, call.name)
+            _check_range(response, start, end, call.name)
             while done < size and (data := body.read1(min(_STEP_BYTES, size - done))):
                 call.write(out[done : done + len(data)], data)
                 done += len(data)
         if done < size:
             raise _Transient("the answer ended early")
 
-    call.retry(rest, lambda: done)
+    call.retry(fill)
 
 
 def _check_range(response: dict[str, Any], start: int, end: int, name: str) -> None:
@@ -288,9 +287,9 @@ class _Call:
             self.came(len(data))
             out[:] = data
 
-    def retry(self, request: Callable[[], T], progress: Callable[[], int] = lambda: 0) -> T:
-        """Return what `request` returns, repeating what may pass; one that made `progress` counts as a new one."""
-        failures, before = 0, progress()
+    def retry(self, request: Callable[[], T]) -> T:
+        """Return what `request` returns, repeating what may pass."""
+        failures = 0
         while True:
             self.came(0)
             try:
@@ -301,8 +300,7 @@ class _Call:
                 problem = _mapped(error, self.name)
                 if not isinstance(problem, _Transient):
                     raise problem from None
-                failures = failures + 1 if progress() == before else 1
-                before = progress()
+                failures += 1
                 self._last = problem
                 if failures >= self._source.attempts:
                     raise SourceError(f"{self.name}: {problem}; tried {failures} times") from None

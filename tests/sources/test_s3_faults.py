@@ -91,11 +91,6 @@ def test_a_fault_that_passes_is_not_noticed(proxy, source, location, fault):
         assert (read(), proxy.faults) == (CONTENT, [])
 
 
-def test_progress_makes_a_failure_the_first_again(proxy, source, location):
-    proxy.faults = [cut(1000)] * 30
-    assert _read(source, location, 0, PART) == CONTENT[:PART]
-
-
 @pytest.mark.parametrize("fault", [status(500), reset, truncated(0)], ids=["500", "reset", "empty"])
 def test_a_fault_that_lasts_is_an_error_after_some_tries(proxy, source, location, fault):
     proxy.always = fault
