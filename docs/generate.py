@@ -87,9 +87,7 @@ def _default(name: str, field: Any) -> str:
 
 def metrics_table() -> list[tuple[str, str, tuple[str, ...], str]]:
     """Return name, kind, labels and help of everything exported, with the names as queries have them."""
-    rows: list[tuple[Any, tuple[str, ...]]] = [
-        (row, ("tier", "rank")) for row in (*exported.TIER_NUMBERS, exported.LOADS)
-    ]
+    rows: list[tuple[Any, tuple[str, ...]]] = [(row, ("tier", "rank")) for row in exported.TIER_NUMBERS]
     rows += [(row, ("rank",)) for row in exported.RANK_NUMBERS]
     rows += [(row, ()) for row in exported.LIBRARY_NUMBERS]
     rows += [(row, ("outcome",) * (row.name in exported.OUTCOMES)) for row in exported.SERVER_NUMBERS]

@@ -22,7 +22,7 @@ from ..serve.metrics import PREFIX
 from .show import count, size
 
 _COLUMNS = {"used": "resident_bytes", "budget": "budget_bytes", "hits": "hits_total", "miss": "misses_total", "read": "read_bytes_total",
-            "evict": "evicted_total", "loads": "load_seconds_count", "fail": "failed_total"}  # fmt: skip
+            "evict": "evicted_total", "loads": "promoted_total", "fail": "failed_total"}  # fmt: skip
 Numbers = dict[str, dict[str, float]]
 """By a metric's name, without our prefix, and by its tier or outcome, or the empty text; of all ranks together."""
 

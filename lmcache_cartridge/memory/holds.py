@@ -20,7 +20,7 @@ Make = Callable[[torch.Tensor, Callable[[], None]], Any]
 class Entry:
     """The one record of a chunk that is in memory or on its way there. Tier and loading threads change it under their lock."""
 
-    __slots__ = ("bytes", "error", "holds", "key", "leases", "left", "reads", "room", "seconds", "state")
+    __slots__ = ("bytes", "error", "holds", "key", "leases", "left", "reads", "room", "state")
 
     def __init__(self, key: ChunkKey, slot: torch.Tensor) -> None:
         self.key, self.bytes = key, slot
@@ -34,8 +34,8 @@ class Entry:
         """Where its pieces are put together while it is loaded."""
         self.reads: list[Read] = []
         """What has to be read for it, once that is known."""
-        self.left, self.seconds = 0, 0.0
-        """How many of them are not done, and how long the others took."""
+        self.left = 0
+        """How many of them are not done."""
 
     def forget_reads(self) -> None:
         """Give back what loading it took: the room, which is as large as the chunk, and the reads."""

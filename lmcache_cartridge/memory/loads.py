@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -22,10 +21,6 @@ from ..sources.cores import use_all_cores
 from .holds import Entry, Read
 
 logger = logging.getLogger(__name__)
-
-LOAD_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
-"""Upper bounds of the buckets in which durations of loads are counted; a last bucket counts longer ones."""
-
 
 _streams = threading.local()
 
@@ -101,8 +96,8 @@ class LoadThreads:
         self._source, self._loaded, self._is_slow = source, loaded, is_slow
         self._loading: dict[ChunkKey, Entry] = {}
         self._reads: dict[ChunkKey, Read] = {}
-        self.seconds, self.counts = 0.0, [0] * (len(LOAD_SECONDS) + 1)
-        """Spent in loads, failed ones too; and the chunks by duration, as `LOAD_SECONDS` divides. To be read under `lock`."""
+        self.seconds = 0.0
+        """Spent in loads, failed ones too. To be read under `lock`."""
         self._lock = lock
         limits = {"cartridge-load": threads, "cartridge-fetch": slow_threads}
         self._workers = [
@@ -193,11 +188,10 @@ class LoadThreads:
             entry.error = entry.error or error
             if data is not entry.room:
                 _attempt(entry, self._source.put, piece, data, entry.room)
-        took_s, done = time.perf_counter() - started, []
+        done = []
         with self._lock:
-            self.seconds += took_s
+            self.seconds += time.perf_counter() - started
             for entry, _ in read.wanted:
-                entry.seconds += took_s
                 entry.left -= 1
                 if not entry.left:
                     done.append(entry)
@@ -212,7 +206,6 @@ class LoadThreads:
             for entry in entries:
                 del self._loading[entry.key]
                 entry.forget_reads()
-                self.counts[bisect_left(LOAD_SECONDS, entry.seconds)] += 1
                 entry.error = entry.error or error
                 if entry.error is not None:
                     logger.warning("chunk %d of %s was not loaded: %s", *reversed(entry.key), entry.error)

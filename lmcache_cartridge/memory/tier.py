@@ -54,8 +54,6 @@ class TierStats(NamedTuple):
     budget_bytes: int
     load_seconds: float
     """Time spent in loads, failed ones too."""
-    load_counts: tuple[int, ...]
-    """Loads by duration: one count for each bucket of `LOAD_SECONDS`, and one for longer ones."""
 
 
 class MemoryTier:
@@ -185,7 +183,7 @@ class MemoryTier:
             held = resident - self._idle + sum(entry.holds > 0 for entry in loading)
             return TierStats(
                 self._hits, self._misses, self._promoted, self._failed, self._evicted, resident, len(loading), held,
-                len(self._leases), self._lent, resident * self.slot_bytes, self.budget_bytes, self._threads.seconds, tuple(self._threads.counts)
+                len(self._leases), self._lent, resident * self.slot_bytes, self.budget_bytes, self._threads.seconds
             )  # fmt: skip
 
     def close(self) -> None:

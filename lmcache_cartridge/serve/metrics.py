@@ -9,7 +9,6 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
 if TYPE_CHECKING:
@@ -44,6 +43,7 @@ TIER_NUMBERS = (
     Number("promoted", "counter", "Chunks that came into a tier."),
     Number("evicted", "counter", "Chunks dropped from a tier. Many a second: too small a budget."),
     Number("failed", "counter", "Loads and reads that failed; they are tried again."),
+    Number("load_seconds", "counter", "Time of loads, failed ones too, all threads together."),
     Number("reads", "counter", "Reads of parts of chunks from a source."),
     Number("read_bytes", "counter", "Bytes read from a tier."),
     Number("written_bytes", "counter", "Bytes written to a tier."),
@@ -69,8 +69,6 @@ RANK_NUMBERS = (
     Number("background_errors", "counter", "Errors of background threads, by process: take max, not sum."),
 )  # fmt: skip
 """By rank."""
-LOADS = Number("load_seconds", "histogram", "Time of loads of one chunk, failed ones too.")
-"""By tier and rank."""
 SERVER_NUMBERS = (
     Number("requests", "counter", "Requests that named cartridges: used, document (text in their place), refused_STATUS, failed (in vLLM), abandoned (by the client)."),
     Number("lost_prompts", "counter", "Used requests whose KV was lost after all: document (text in its place) or error."),
@@ -152,20 +150,15 @@ class StatusCollector:
 
 
 def _families(ranks: Iterable[Mapping[str, Any]]) -> list[Metric]:
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-    from ..memory.loads import LOAD_SECONDS
-
-    kinds: dict[str, Any] = {
-        "counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily,
-    }  # fmt: skip
+    kinds: dict[str, Any] = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
 
     def family(row: Number, *labels: str) -> Any:
         return kinds[row.kind](PREFIX + row.name, row.help, labels=labels)
 
     by_tier = [(row, family(row, "tier", "rank")) for row in TIER_NUMBERS]
     by_rank = [(row, family(row, "rank")) for row in RANK_NUMBERS]
-    loads = family(LOADS, "tier", "rank")
     for status in ranks:
         rank = str(status["rank"])
         for row, metric in by_rank:
@@ -175,10 +168,7 @@ def _families(ranks: Iterable[Mapping[str, Any]]) -> list[Metric]:
             for row, metric in by_tier:
                 if (value := counters.get(row.key or row.name)) is not None:
                     metric.add_metric([tier, rank], float(value))
-            if counts := counters.get("load_counts"):
-                buckets = list(zip((*map(str, LOAD_SECONDS), "+Inf"), accumulate(counts), strict=True))
-                loads.add_metric([tier, rank], buckets, float(counters["load_seconds"]))
-    return [metric for _, metric in (*by_tier, *by_rank)] + [loads]
+    return [metric for _, metric in (*by_tier, *by_rank)]
 
 
 class Outcome:

@@ -58,7 +58,7 @@ def test_hits_misses_loads_and_bytes_are_what_was_asked_of_each_tier(watched):
     text = watched.exposition()
     told = {
         "cpu": {"resident_bytes": 4 * CHUNK_BYTES, "budget_bytes": CPU_CHUNKS * CHUNK_BYTES, "evicted_total": 0}
-        | dict.fromkeys(("misses_total", "promoted_total", "resident_chunks", "load_seconds_count"), 4),
+        | dict.fromkeys(("misses_total", "promoted_total", "resident_chunks"), 4),
         "device": {"budget_bytes": DEVICE_CHUNKS * CHUNK_BYTES},
         "disk": {"misses_total": 4, "budget_bytes": DISK_CHUNKS * CHUNK_BYTES},
         "source": {"reads_total": 4, "read_bytes_total": 4 * CHUNK_BYTES},
