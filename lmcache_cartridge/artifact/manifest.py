@@ -234,8 +234,6 @@ def decode(data: bytes, where: str) -> Manifest:
     Raises `ManifestError` for JSON that is no manifest, an unknown major format, or fields that contradict each
     other or the digest. Allocates no more than a small multiple of `data`.
     """
-    if len(data) > MAX_MANIFEST_BYTES:
-        raise ManifestError(f"{where}: {len(data)} bytes is no manifest (at most {MAX_MANIFEST_BYTES})")
     try:
         major = _decode_versioned(data).format.partition(".")[0]
         if major != FORMAT.partition(".")[0]:

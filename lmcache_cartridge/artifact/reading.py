@@ -67,7 +67,7 @@ def load_manifest(root: Path, digest: str | None = None, *, payload: bool = True
     """
     path = f"{root}/{MANIFEST}"
     try:
-        data = _read_at_most(path, MAX_MANIFEST_BYTES + 1)
+        data = _read_at_most(path, MAX_MANIFEST_BYTES)
     except OSError as error:
         raise ManifestError(f"{path}: {error.strerror}; is this the directory of a cartridge?") from error
     manifest = decode(data, path)

@@ -35,7 +35,6 @@ class _Entry:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.revision: str | None = None
         self.copy: Path | None = None
         self.checked_s = -math.inf
         self.warned = False
@@ -131,20 +130,15 @@ class ManifestCache:
 
     def _revalidate(self, location: str, entry: _Entry, known: Path | None, force: bool) -> Path:
         """Return the copy of the artefact that is at the location now."""
-        revision = entry.revision if known and _is_whole(known) else None
-        small = self._source.read(location, reading.MANIFEST, MAX_MANIFEST_BYTES, known=revision)
-        if small:
-            data, copy = small.data, self._of(location) / blake3(small.data).hexdigest()
-        else:
-            assert known, "no other revision is asked for"
-            data, copy = (known / reading.MANIFEST).read_bytes(), known
+        data = read_whole(self._source, location, reading.MANIFEST, MAX_MANIFEST_BYTES)
         manifest = decode(data, f"{location}/{reading.MANIFEST}")
-        is_new = small is not None and not _is_whole(copy)
+        copy = self._of(location) / blake3(data).hexdigest()
+        is_new = not _is_whole(copy)
         if is_new or force or copy != known:
             self._check_payload(location, manifest)
         if is_new:
             self._copy(location, manifest, data, copy)
-        entry.revision, entry.copy = small.revision if small else revision, copy
+        entry.copy = copy
         with suppress(OSError):
             os.utime(copy)  # it is used, see `prune`
         return copy

@@ -93,9 +93,9 @@ def test_s3_is_asked_again_only_after_the_age_or_by_force(remote):
     assert remote.requests() == 0
     time.sleep(0.05)
     assert cache.fetch(remote.location, max_age_s=0.01) == copy
-    assert remote.requests() == 1, "not modified"
+    assert remote.requests() == 1, "the same manifest"
     assert cache.fetch(remote.location, force=True) == copy
-    assert remote.requests() == 2, "not modified, and the payload's size"
+    assert remote.requests() == 2, "the same manifest, and the payload's size"
 
 
 def test_without_s3_the_known_copy_stands_in_and_is_warned_of_once(remote, caplog):
