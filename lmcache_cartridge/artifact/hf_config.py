@@ -255,11 +255,4 @@ def takes_long_factors(config: Mapping[str, Any], max_model_len: int | None) -> 
 
 def _given(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return what a config says of RoPE: parameters, or parameters by kind of layer."""
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    local = config.get("rope_local_base_freq")  # Gemma 3 as transformers 4 reads it
-    if local is None or any(isinstance(value, Mapping) for value in given.values()):
-        return given
-    return {
-        "full_attention": {"rope_type": "default", "rope_theta": config.get("rope_theta"), **given},
-        "sliding_attention": {"rope_type": "default", "rope_theta": local},
-    }
+    return config.get("rope_parameters") or config.get("rope_scaling") or {}

@@ -33,8 +33,8 @@ _KEPT_PARTS = 100
 """Kept again once one in so many was read since."""
 _MAX_MANIFESTS = 256
 """Manifests that are kept; of a large model each is some 100 KiB."""
-_RETRY_S, _LONGEST_RETRY_S = 5.0, 80.0
-"""How long after its first failure an artefact is read again; after each more twice as long, up to the longest."""
+_RETRY_S = 20.0
+"""How long after a failure an artefact is read again."""
 _AT_ONCE_S = 2.0
 """How long a look waits for what is new; the background reads the rest."""
 _CLOSE_S = 1.0
@@ -64,11 +64,6 @@ class _Unread(NamedTuple):
     due_s: float = -math.inf
     complaint: str = ""
     """Empty where it was not tried yet."""
-    wait_s: float = _RETRY_S
-    """From the next failure to the try after it."""
-
-    def failed(self, now_s: float, complaint: str) -> _Unread:
-        return _Unread(now_s + self.wait_s, complaint, min(2 * self.wait_s, _LONGEST_RETRY_S))
 
 
 class Entries:
@@ -346,7 +341,7 @@ class Entries:
             if self._is_unread(one):
                 tried = self._unread.pop(one.name)
                 if not isinstance(error, PERMANENT):
-                    self._unread[one.name] = tried.failed(self._clock(), str(error))
+                    self._unread[one.name] = _Unread(self._clock() + _RETRY_S, str(error))
                 self._refuse(self._entries[one.digest], one.name, error, quiet=tried.complaint == str(error))
 
     def _put(self, entry: Entry, row: Row, cartridge: Cartridge, rank: str = "") -> None:
@@ -407,7 +402,7 @@ class Entries:
             self.index.hide(row.digest)
             self._refuse(entry, next(iter(entry.names), row.digest), error)
             for name in entry.names:
-                self._unread[name] = self._unread.get(name, _Unread()).failed(self._clock(), str(error))
+                self._unread[name] = _Unread(self._clock() + _RETRY_S, str(error))
 
     def _keep(self) -> None:
         """Keep what was read for the next start, where it is much."""

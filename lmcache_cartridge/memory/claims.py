@@ -31,7 +31,6 @@ class Claim:
         self.tag, self.started_at, self.closed = tag, clock(), False
         self._opening, self._refusal, self._clock = opening, refusal, clock
         self._opened: Reservation | Readiness | None = None
-        self._resident_before: int | None = None
         self._lock = threading.Lock()
         self._open()
 
@@ -44,10 +43,7 @@ class Claim:
             return opened
         if refused := self._refusal():
             return refused
-        state = opened.poll()
-        if self._resident_before is None:
-            self._resident_before = state.resident
-        return state._replace(eta_s=self._eta_s(state, self._resident_before))
+        return opened.poll()
 
     def is_done(self) -> bool:
         """Whether polling it again would change nothing: everything is resident or memory is full, or it is refused, or
@@ -69,13 +65,6 @@ class Claim:
             if self._opened is None and not self.closed:
                 self._opened = next(self._opening, _FAILED)
             return self._opened
-
-    def _eta_s(self, state: Readiness, resident_before: int) -> float | None:
-        if state.ready:
-            return 0.0
-        loaded = state.resident - resident_before
-        elapsed_s = self._clock() - self.started_at
-        return elapsed_s / loaded * (state.chunks - state.resident) if loaded > 0 else None
 
 
 class Background:

@@ -117,7 +117,7 @@ class Reservation(Hold):
 
     problem: str | None = None
     is_counted = False
-    retry_s = retry_at = 0.0
+    retry_at = 0.0
 
     def __init__(
         self,
@@ -133,8 +133,8 @@ class Reservation(Hold):
         """Admit what is missing, as far as memory allows, and return how far everything is. Does not wait.
 
         A chunk that was admitted has memory until `close`. With `whole` all chunks are admitted or none, else as many
-        of the leading ones as fit beside those that others hold. A failed load is tried again after a pause that grows
-        from poll to poll. After `close` nothing is held, and nothing is admitted.
+        of the leading ones as fit beside those that others hold. A failed load is tried again after a pause.
+        After `close` nothing is held, and nothing is admitted.
         """
         return self._poll(self)
 
@@ -155,8 +155,6 @@ class Readiness(NamedTuple):
     """Why a chunk could not be loaded when it was last tried; it is tried again."""
     digest: str | None = None
     """Of a cartridge that is refused by itself, not for its place in a chain."""
-    eta_s: float | None = None
-    """Seconds until it is resident at the pace so far, None before the first chunk."""
     opening: bool = False
     """Whether its manifest is still being read; it has no chunks until then."""
 

@@ -25,8 +25,8 @@ from .loads import ChunkSource, LoadThreads
 from .replacement import Replacement, count_digests
 from .slab import slab
 
-_FIRST_RETRY_S, _LAST_RETRY_S = 0.25, 5.0
-"""The pause before a failed load is tried again doubles from the first to the last."""
+_RETRY_S = 1.0
+"""The pause before a failed load is tried again."""
 
 
 class TierStats(NamedTuple):
@@ -255,8 +255,7 @@ class MemoryTier:
         if failed := [entry for entry in list(hold.entries) if entry.state == "gone"]:
             hold.problem = str(failed[0].error)
             hold.entries.difference_update(failed)
-            hold.retry_s = min(2 * hold.retry_s or _FIRST_RETRY_S, _LAST_RETRY_S)
-            hold.retry_at = now + hold.retry_s
+            hold.retry_at = now + _RETRY_S
         here: list[Any] = list(map(self._entries.get, hold.keys))
         if not hold.is_counted:
             hold.is_counted = True
@@ -265,7 +264,7 @@ class MemoryTier:
             if now >= hold.retry_at:
                 self._admit(hold, here)
         elif hold.problem is not None and all(map(_is_resident, here)):
-            hold.problem, hold.retry_s = None, 0.0
+            hold.problem = None
 
     def _use(self, keys: Sequence[ChunkKey], wanted: Sequence[Entry | None]) -> None:
         """Count that somebody wants chunks: `wanted` of those that were not counted yet, None for what is not here."""

@@ -182,7 +182,6 @@ def add_routes(app: FastAPI, admission: Admission) -> None:
                 raise Refusal(409, str(selection.refused(rank)))
             slowest = min(ranks, key=lambda rank: (not rank["opening"], rank["resident"]))
             body = result | {"chunks": slowest["chunks"], "resident_chunks": slowest["resident"]}
-            body["eta_s"] = slowest["eta_s"]
             done = slowest["resident"] == slowest["chunks"] and not slowest["opening"]
             return JSONResponse(body, 200 if done else 202)
         ranks = await admission.client.ask("status")
@@ -265,6 +264,5 @@ def _progress(ranks: Ranks) -> dict[str, Any] | None:
     return slowest and {
         "resident_chunks": slowest["resident"],
         "chunks": slowest["chunks"],
-        "eta_s": slowest["eta_s"],
         "failing": slowest["problem"] is not None,
     }

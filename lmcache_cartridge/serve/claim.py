@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from typing import Any
 
 from ..engine.client import ControlClient, RemoteClaim
@@ -67,8 +66,7 @@ class Claim(RemoteClaim):
             return False
         if refused is not None:
             raise selection.refused(refused)
-        eta_s = max((5.0 if rank["eta_s"] is None else rank["eta_s"] for rank in ranks), default=5.0)
-        raise Refusal(503, f"{selection.names} is still being loaded", retry_after_s=min(max(math.ceil(eta_s), 1), 60))
+        raise Refusal(503, f"{selection.names} is still being loaded", retry_after_s=5)
 
     def use_text(self) -> None:
         """Put the documents' own text in the place of the KV, which is let go."""

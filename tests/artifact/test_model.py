@@ -170,14 +170,6 @@ def test_kinds_of_layers_rotate_each_by_its_own_frequencies():
     assert rope[1].parameters == ROPE["full_attention"]
 
 
-def test_how_transformers_4_says_that_kinds_of_layers_have_rope_of_their_own_is_read():
-    old = {
-        "rope_parameters": None, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
-        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
-    }  # fmt: skip
-    assert _of_kinds(**old) == _of_kinds()
-
-
 def _rotating(model: Fingerprint, layers: tuple[int, ...] | None) -> Fingerprint:
     return msgspec.structs.replace(model, rope=(msgspec.structs.replace(*model.rope, layers=layers),))
 

@@ -89,7 +89,7 @@ def test_rates_are_what_happened_between_two_readings(watched, url):
 def test_what_is_drawn_fits_eighty_columns(url):
     view = _view(url)
     assert "hits/s" not in _drawn(view)
-    loading = {"resident_chunks": 3, "chunks": 4, "eta_s": 12.5, "failing": False}
+    loading = {"resident_chunks": 3, "chunks": 4, "failing": False}
     row = view["cartridges"][0] | {"id": "[bold]x[/nope]", "state": "loading", "loading": loading, "pinned": True}
     numbers = {name: {key: value * 2**36 for key, value in of.items()} for name, of in view["numbers"].items()}
     rows = [row, row | {"id": "a-very-long-name-" * 8, "state": "quarantined", "version": 10**6}]

@@ -70,7 +70,7 @@ def _claimed(workers: ControlClient, digest: str) -> RemoteClaim:
 def test_a_claim_holds_its_chunks_until_it_is_released(workers, store, made, tmp_path):
     claim = _claimed(workers, made.manifest.digest)
     (state,) = claim.begin().result()
-    assert (state["resident"], state["chunks"], state["refused"], state["eta_s"]) == (4, 4, None, 0.0)
+    assert (state["resident"], state["chunks"], state["refused"]) == (4, 4, None)
     other = make_artifact(tmp_path / "other", positions=32, seed=7).manifest.digest
     elsewhere = RemoteClaim(workers, other, {other: [str(tmp_path / "other")] * 2})  # it says where the cartridge lies
     assert elsewhere.begin(20).result()[0]["ready"]

@@ -156,7 +156,7 @@ def test_a_cold_fetch_keeps_nobody_waiting_but_who_asked_for_it(served, gate):
         assert plain.used is None
         row = served.state("trained")
         assert row["state"] == "loading"
-        assert row["loading"] == {"resident_chunks": 0, "chunks": WHOLE, "eta_s": None, "failing": False}
+        assert row["loading"] == {"resident_chunks": 0, "chunks": WHOLE, "failing": False}
         assert not cold.done()
         gate.open.set()
         assert cold.result(60).text.strip() == served.wards["trained"].facts[0].value
