@@ -39,17 +39,11 @@ class ByteSource(Protocol):
     def size(self, location: str, file: str) -> int:
         """Return the size of a file in bytes."""
 
-    def revision(self, location: str, file: str) -> str:
-        """Return a file's revision, as `read` does."""
-
     def read_into(self, location: str, file: str, where: ByteRange, out: memoryview, seen: Seen | None = None) -> None:
         """Fill `out`, as many bytes as `where`, with these bytes of a file. An empty range asks nobody.
 
         `seen` is called in this thread.
         """
-
-    def close(self) -> None:
-        """Give back connections and threads. Reads still under way may fail."""
 
 
 def read_whole(source: ByteSource, location: str, file: str, limit_bytes: int) -> bytes:

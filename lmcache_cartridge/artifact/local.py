@@ -52,9 +52,6 @@ class LocalSource:
         with naming(path := f"{location}/{file}"):
             return _revision(Path(path).stat())
 
-    def close(self) -> None:
-        """Nothing to give back."""
-
 
 def read_exactly(descriptor: int, offset: int, out: memoryview, path: str, seen: Seen | None = None) -> None:
     """Fill `out` from `offset` of an open file, the caller's to close.

@@ -314,7 +314,6 @@ class CartridgeStore:
     def status(self) -> dict[str, Any]:
         """Return what this rank serves and holds, as plain values: `numbers`, with names in place of some counts."""
         return self.numbers() | {
-            "allow_trained": self.engine.allow_trained,
             "refused": self.refused(),
             "resident": {name: tier.resident_by_digest() for name, tier in self._memory.items()},
             "pinned": self._background.pinned(),

@@ -25,11 +25,12 @@ from typing import NamedTuple
 from blake3 import blake3
 
 from ..artifact import files, reading
-from ..artifact.bytesource import ByteRange, ByteSource
+from ..artifact.bytesource import ByteRange
 from ..artifact.lru import Lru
 from ..errors import SourceError, SourceNotFound
 from ..settings import Settings
 from ..sources.locks import locked
+from ..sources.s3 import S3Source
 from .request import Refusal, without_paths
 
 logger = logging.getLogger("vllm.lmcache_cartridge.serve.imported")
@@ -83,7 +84,7 @@ class Served(NamedTuple):
 class Imports:
     """Artefacts made of files, under `cache_dir/imported`, which processes may share. Safe from any thread."""
 
-    def __init__(self, settings: Settings, source: ByteSource, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, settings: Settings, source: S3Source, *, clock: Callable[[], float] = time.monotonic) -> None:
         """`source` reads objects on S3. Touches no file before the first call."""
         self._settings, self._source, self._clock = settings, source, clock
         self._directory = settings.cache_dir / "imported"

@@ -181,7 +181,7 @@ class Resolver:
         self.sources = Sources(S3Source(**settings.s3 | {"connections": MAX_READS}))
         self._manifests = ManifestCache(settings.manifests_dir, self.sources)
         self.contexts = Contexts(settings, self.registry)
-        self.imports = Imports(settings, self.sources, clock=clock)
+        self.imports = Imports(settings, self.sources.s3, clock=clock)
         """What is made of `.pt` files that requests name."""
         self._registered: Lru[tuple[str, str], Found] = Lru(_MAX_REGISTERED)
         """By location and digest; once it was checked against the digest, it is not read again."""

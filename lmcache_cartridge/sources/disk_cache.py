@@ -178,9 +178,6 @@ class DiskCache:
         """Return how many stored chunks of each cartridge have a copy, of any heads. Looks at every file."""
         return {digest: len({copy.chunk for copy in self._copies(digest)}) for digest in self._digests()}
 
-    def close(self) -> None:
-        """Nothing to give back."""
-
     def _path(self, key: CopyKey) -> Path:
         return self._directory(key.digest) / f"{key.chunk}-{key.first_head}-{key.last_head}.bin"
 

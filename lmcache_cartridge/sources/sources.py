@@ -25,12 +25,8 @@ class Sources:
     def size(self, location: str, file: str) -> int:
         return self._of(location).size(location, file)
 
-    def revision(self, location: str, file: str) -> str:
-        return self._of(location).revision(location, file)
-
     def close(self) -> None:
         self.s3.close()
-        self._local.close()
 
     def _of(self, location: str) -> ByteSource:
         if is_remote(location):

@@ -87,7 +87,8 @@ def place(s3_kind, request, tmp_path):
         place = S3Place(request.getfixturevalue("s3_credentials"), request.getfixturevalue("bucket"))
     place.put("payload", CONTENT)
     yield place
-    place.source.close()
+    if s3_kind != "local":
+        place.source.close()
 
 
 def _read(place: Place, start: int, end: int, file: str = "payload") -> bytes:
