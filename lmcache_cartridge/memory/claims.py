@@ -73,8 +73,9 @@ class Background:
     def __init__(self, claim: Callable[[str, Mapping[str, Place]], Claim]) -> None:
         """`claim` makes a claim on a tag; see `CartridgeStore.claim`."""
         self._claim = claim
-        self._preloads: dict[str, Claim] = {}
-        self._pins: dict[str, Claim] = {}
+        self._claims: dict[str, Claim] = {}
+        self._pinned: set[str] = set()
+        """Those of them that last until `unpin`."""
         self._warmed: set[str] = set()
         self._lock = threading.RLock()
 
@@ -88,11 +89,8 @@ class Background:
     def preload(self, tag: str, places: Mapping[str, Place]) -> Readiness:
         """Start bringing a cartridge or chain into memory; return how far it is. Does not wait."""
         with self._lock:
-            claim = self._preloads.get(tag)
-            if claim is None:
-                claim = self._preloads[tag] = self._claim(tag, places)
-            state = claim.poll()
-            self._end_if_done(tag, claim)
+            state = self._held(tag, places).poll()
+            self._end_if_done(tag)
         return state
 
     def pin(self, digest: str) -> int:
@@ -102,14 +100,11 @@ class Background:
         chunks; nothing is pinned then. Pinning again is no change.
         """
         with self._lock:
-            if digest in self._pins:
-                return self._pins[digest].poll().chunks
-            claim = self._claim(digest, {})
-            state = claim.poll()
-            if state.refused is None and state.admitted == state.chunks:
-                self._pins[digest] = claim
+            state = self._held(digest, {}).poll()
+            if digest in self._pinned or (state.refused is None and state.admitted == state.chunks):
+                self._pinned.add(digest)
                 return state.chunks
-            claim.close()
+            self.cancel(digest)
         if state.refused is not None:
             raise CartridgeError(f"{digest} cannot be pinned: {state.refused}")
         raise OverBudget(f"only {state.admitted} of {state.chunks} chunks can be pinned: others hold the memory")
@@ -117,38 +112,40 @@ class Background:
     def unpin(self, digest: str) -> int:
         """Let a cartridge's chunks be evicted again; return how many were pinned."""
         with self._lock:
-            claim = self._pins.pop(digest, None)
-        if claim is None:
-            return 0
-        chunks = claim.poll().chunks
-        claim.close()
+            if digest not in self._pinned:
+                return 0
+            self._pinned.discard(digest)
+            chunks = self._claims[digest].poll().chunks
+            self.cancel(digest)
         return chunks
 
     def cancel(self, tag: str) -> None:
         """End a preload, if there is one."""
         with self._lock:
-            if claim := self._preloads.pop(tag, None):
-                claim.close()
+            if tag in self._claims and tag not in self._pinned:
+                self._claims.pop(tag).close()
 
     def poll(self) -> None:
         """Try again what failed to load, and end the preloads that are done. Does not wait."""
         with self._lock:
-            for tag, claim in list(self._preloads.items()):
-                self._end_if_done(tag, claim)
-            for claim in self._pins.values():
-                claim.poll()
+            for tag in list(self._claims):
+                self._end_if_done(tag)
 
     def pinned(self) -> list[str]:
         """Return the digests that are pinned."""
         with self._lock:
-            return list(self._pins)
+            return list(self._pinned)
 
     def claims(self) -> set[Claim]:
         """Return every claim held here."""
         with self._lock:
-            return {*self._preloads.values(), *self._pins.values()}
+            return set(self._claims.values())
 
-    def _end_if_done(self, tag: str, claim: Claim) -> None:
-        if claim.is_done():
-            claim.close()
-            del self._preloads[tag]
+    def _held(self, tag: str, places: Mapping[str, Place]) -> Claim:
+        if tag not in self._claims:
+            self._claims[tag] = self._claim(tag, places)
+        return self._claims[tag]
+
+    def _end_if_done(self, tag: str) -> None:
+        if self._claims[tag].is_done():
+            self.cancel(tag)
