@@ -83,16 +83,16 @@ def load_manifest(root: Path, digest: str | None = None, *, payload: bool = True
         size = file.stat().st_size if file.is_file() else 0
     except OSError as error:
         raise ArtifactError(f"cartridge {manifest.name}: {file}: {error.strerror}") from error
-    check_size(manifest, size, str(file), "Copy the file again")
+    check_size(manifest, size, str(file))
     return manifest
 
 
-def check_size(manifest: Manifest, size_bytes: int, where: str, remedy: str) -> None:
-    """Raise `TruncatedPayload`, which ends in `remedy`, unless the payload `where` has the manifest's size."""
+def check_size(manifest: Manifest, size_bytes: int, where: str) -> None:
+    """Raise `TruncatedPayload` unless the payload `where` has the manifest's size."""
     if size_bytes != manifest.payload_bytes:
         raise TruncatedPayload(
             f"cartridge {manifest.name}: {where} has {size_bytes} bytes, its manifest says "
-            f"{manifest.payload_bytes}. {remedy}"
+            f"{manifest.payload_bytes}. Copy or publish it again"
         )
 
 

@@ -41,7 +41,7 @@ class _Entry:
 
     def is_younger(self, age_s: float) -> bool:
         """Whether S3 was asked within `age_s`; always so for an infinite one, never for 0."""
-        return age_s == math.inf or time.monotonic() - self.checked_s < age_s
+        return time.monotonic() - self.checked_s <= age_s
 
 
 class ManifestCache:
@@ -146,7 +146,7 @@ class ManifestCache:
     def _check_payload(self, location: str, manifest: Manifest) -> None:
         if manifest.payload is not None:
             file = manifest.payload.file
-            reading.check_size(manifest, self._source.size(location, file), f"{location}/{file}", "Push it again")
+            reading.check_size(manifest, self._source.size(location, file), f"{location}/{file}")
 
     def _copy(self, location: str, manifest: Manifest, data: bytes, copy: Path) -> None:
         try:

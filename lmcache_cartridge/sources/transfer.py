@@ -210,7 +210,7 @@ def _is_complete(manifest: Manifest, location: str, source: S3Source) -> bool:
 
 def _check_size(manifest: Manifest, location: str, source: ByteSource) -> None:
     file = manifest.stored.file
-    reading.check_size(manifest, source.size(location, file), f"{location}/{file}", "Push it again")
+    reading.check_size(manifest, source.size(location, file), f"{location}/{file}")
 
 
 def _counted(file: str, total: int, progress: Progress) -> Callable[[int], None]:
