@@ -47,10 +47,10 @@ def parse_bytes(value: Any) -> Any:
 def _endpoint(url: str) -> str:
     try:
         parts = urlsplit(url)
-        sound = parts.scheme in ("http", "https") and parts.hostname and (parts.port is None or parts.port > 0)
+        sound = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
     except ValueError:
         sound = False
-    if not sound or parts.path.strip("/") or parts.query or parts.fragment or "@" in parts.netloc:
+    if not sound or parts.path.strip("/") or parts.query or "@" in parts.netloc:
         raise ValueError("write http://HOST:PORT or https://HOST; credentials do not belong in it")
     return url
 
@@ -134,8 +134,8 @@ class Settings(BaseModel):
     chain in `composites` that its `label_field` names."""
     label_field: str = "cartridge_label"
     """Request field that holds a label."""
-    static: dict[str, str] = {}
-    """Cartridge by `model:NAME` or `key:SHA256-OF-THE-API-KEY`, and `*` for everybody else."""
+    static: dict[Annotated[str, Field(pattern=r"^(model:.+|\*)$")], str] = {}
+    """Cartridge by `model:NAME`, and `*` for everybody else."""
     composites: dict[str, Annotated[list[str], Field(min_length=1, max_length=16)]] = {}
     """Names for chains of cartridges, used like a cartridge's."""
     model_aliases: dict[str, Annotated[list[str], Field(min_length=1, max_length=16)]] = {}

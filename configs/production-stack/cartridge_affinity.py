@@ -31,13 +31,7 @@ class Callbacks:
         """Note the affinity key in `request_json`, which routing reads afterwards; returning None lets it go on."""
         if not isinstance(request_json, dict):
             return
-        scheme, _, api_key = request.headers.get("authorization", "").partition(" ")
-        key = affinity_key(
-            request_json,
-            request.headers.getlist("x-cartridges"),
-            api_key=api_key if scheme.lower() == "bearer" else None,
-            naming=self.naming,
-        )
+        key = affinity_key(request_json, request.headers.getlist("x-cartridges"), naming=self.naming)
         if not key:
             return
         request_json[KEY] = key

@@ -36,21 +36,15 @@ def affinity_key(
     body: Mapping[str, Any] | None = None,
     header: str | Iterable[str] = (),
     *,
-    api_key: str | None = None,
     naming: Naming = EXPLICIT,
 ) -> str:
     """Return the ids of a request's cartridges in order, with commas between them and no versions; "" without any.
 
-    `body` is the parsed JSON, `header` what `X-Cartridges` says, `api_key` the bearer token. A label is a key of its own:
+    `body` is the parsed JSON, `header` what `X-Cartridges` says. A label is a key of its own:
     which cartridge it points at only the registry knows. So a label and the id that it stands for may be on two servers.
     """
     fields = body if isinstance(body, Mapping) else {}
-    ids = (
-        _named(fields)
-        or _of_header(header)
-        or model_ids(fields.get("model"), naming)
-        or _given(fields, api_key, naming)
-    )
+    ids = _named(fields) or _of_header(header) or model_ids(fields.get("model"), naming) or _given(fields, naming)
     parts = [part for one in ids for part in naming.composites.get(one, (one,))]
     return ",".join(_VERSION.sub("", part) for part in parts)
 
@@ -91,15 +85,12 @@ def _of_header(header: str | Iterable[str]) -> list[str]:
     return [name for value in values for part in value.split(",") if (name := part.strip())]
 
 
-def _given(fields: Mapping[str, Any], api_key: str | None, naming: Naming) -> list[str]:
+def _given(fields: Mapping[str, Any], naming: Naming) -> list[str]:
     """Return the cartridge that the setting `router` gives to a request that names none."""
     if naming.router in ("label", "composite"):
         label = fields.get(naming.label_field)
         return [label] if isinstance(label, str) and label else []
     if naming.router != "static":
         return []
-    from hashlib import sha256
-
-    hashed = "" if api_key is None else sha256(api_key.encode("utf-8", "surrogateescape")).hexdigest()
-    keys = (f"key:{hashed}", f"model:{fields.get('model')}", "*")
+    keys = (f"model:{fields.get('model')}", "*")
     return next(([naming.static[key]] for key in keys if key in naming.static), [])

@@ -135,9 +135,7 @@ class Fleet:
         return Pick(next(pod for pod in able if pod.name == name), receipt)
 
     def _key(self, fields: Mapping[str, Any], headers: Mapping[str, str]) -> str:
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        api_key = key if scheme.lower() == "bearer" else None
-        return affinity_key(fields, headers.get("x-cartridges", ""), api_key=api_key, naming=self.config.naming)
+        return affinity_key(fields, headers.get("x-cartridges", ""), naming=self.config.naming)
 
     async def _named(self, fields: Mapping[str, Any], headers: Mapping[str, str], pods: Sequence[Pod]) -> Tokens:
         """Return the tokens of a request's cartridges, none without any. Raises `NoTokens`."""

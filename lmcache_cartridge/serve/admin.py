@@ -159,9 +159,9 @@ def add_routes(app: FastAPI, admission: Admission) -> None:
     @router.post("/tokens")
     async def tokens(asked: dict[str, Any]) -> Any:
         """Tell the token ids of the cartridges that a request names. Loads no KV."""
-        params, model, key = asked.get("kv_transfer_params"), asked.get("model"), current().api_key
-        references = admission.router.choose(asked, params, model, key, current().named)
-        current().tenants = tenants_of(asked.get("cache_salt"), key)
+        params, model = asked.get("kv_transfer_params"), asked.get("model")
+        references = admission.router.choose(asked, params, model, current().named)
+        current().tenants = tenants_of(asked.get("cache_salt"), current().api_key)
         selection = await admission.resolve(references) if references else None
         return {"token_ids": list(selection.token_ids) if selection else []}
 

@@ -108,8 +108,8 @@ class Gate:
                 exchange.marked = fields
             return
         choose, params = self._router.choose, fields.get("kv_transfer_params")
-        model, key = fields.get("model"), current().api_key
-        if choose(fields, params, model, key) != (choose({}, None, model, key) if path in COUNTS else []):
+        model = fields.get("model")
+        if choose(fields, params, model) != (choose({}, None, model) if path in COUNTS else []):
             raise Refusal(400, takes_none(path))
 
 

@@ -5,7 +5,6 @@ Knows no vLLM, and reads nothing but the request.
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -192,7 +191,7 @@ class Router:
         return () if base is None else _ids(model[len(base) + 1 :], "the cartridges in `model`")
 
     def choose(
-        self, fields: Mapping[str, Any], kv_params: Mapping[str, Any] | None, model: str | None, api_key: str | None,
+        self, fields: Mapping[str, Any], kv_params: Mapping[str, Any] | None, model: str | None,
         header: Sequence[str] = (),
     ) -> list[Reference]:  # fmt: skip
         """Return the references of a request, with composites taken apart; empty if it gets no cartridge.
@@ -206,13 +205,13 @@ class Router:
         told = {what: ids for what, ids in told.items() if ids}
         if len(set(told.values())) > 1:
             raise Refusal(400, f"{' and '.join(told)} name different cartridges")
-        named = named or [Reference(id=name) for name in header or by_model] or self._default(fields, model, api_key)
+        named = named or [Reference(id=name) for name in header or by_model] or self._default(fields, model)
         chain = [part for reference in named for part in self._parts(reference)]
         if len(chain) > MAX_CHAIN:
             raise Refusal(400, f"{len(chain)} cartridges in one request; at most {MAX_CHAIN}")
         return chain
 
-    def _default(self, fields: Mapping[str, Any], model: str | None, api_key: str | None) -> list[Reference]:
+    def _default(self, fields: Mapping[str, Any], model: str | None) -> list[Reference]:
         settings = self._settings
         if settings.router in ("label", "composite"):
             label = fields.get(settings.label_field)
@@ -224,8 +223,7 @@ class Router:
                 raise Refusal(404, f"no composite is called {label!r}")
             return [Reference(id=label, source="registry")]
         if settings.router == "static":
-            hashed = "" if api_key is None else hashlib.sha256(api_key.encode()).hexdigest()
-            for key in (f"key:{hashed}", f"model:{model}", "*"):
+            for key in (f"model:{model}", "*"):
                 if key in settings.static:
                     return [Reference(id=settings.static[key])]
         return []

@@ -101,7 +101,7 @@ class CartridgeRenderer(Around):
             check_request(request, COMPUTE)
             if "cartridge_id" in (params or ()) or exchange.named or router.named_by(model):
                 raise Refusal(400, "`cartridges` is false, and the request names cartridges elsewhere")
-        elif references := router.choose(fields, params, model, exchange.api_key, exchange.named):
+        elif references := router.choose(fields, params, model, exchange.named):
             exchange.tenants = http.tenants_of(getattr(request, "cache_salt", None), exchange.api_key)
             return await self._admission.resolve(references)
         if (self._admission.settings.required or exchange.is_required) and exchange.path not in http.COUNTS:

@@ -53,7 +53,7 @@ def names(place: Path, extra: dict[str, Any], fields: dict[str, Any]) -> list[st
     """Return what a request with these fields gets: the artefacts' own names, or the status of its refusal."""
     settings = from_mapping({"home": place / "nobody"} | from_forms(extra))
     try:
-        chain = Router(settings).choose(fields, None, "m", None)
+        chain = Router(settings).choose(fields, None, "m")
         return [manifest.name for manifest in Resolver(settings).resolve(chain).manifests] if chain else []
     except Refusal as refusal:
         return refusal.status
@@ -92,7 +92,7 @@ def test_a_relative_path_is_taken_against_the_working_directory_once(place, monk
     assert values == from_forms({"cartridge_path": str(place / "x.pt")})
     settings = from_mapping(values)
     monkeypatch.chdir("/")
-    assert Router(settings).choose({}, None, "m", None)[0].id == str(place / "x.pt")
+    assert Router(settings).choose({}, None, "m")[0].id == str(place / "x.pt")
 
 
 def test_remote_paths_are_the_only_ones_of_their_bucket(place):

@@ -318,7 +318,7 @@ def test_the_salt_differs_for_every_chain_order_content_and_client_salt(home):
     ],
 )
 def test_a_chain_too_long_by_composites_and_a_label_that_is_none_are_refused(values, fields, status):
-    assert refused(Router(from_mapping(values)).choose, fields, None, None, None)[0] == status
+    assert refused(Router(from_mapping(values)).choose, fields, None, None)[0] == status
 
 
 def test_a_document_that_is_longer_than_the_context_is_not_read(home):
