@@ -40,10 +40,6 @@ models, whose weights are loud; a wrong layer 0.1 and more."""
 QUESTION = "Q: blood of Tehor? A:"
 _TIMEOUT_S = 900
 _REASON = re.compile(r"UnsupportedEngine: (.+)")
-_NOT_HERE = "not served here"
-"""What the note of a family begins with that vLLM cannot import on this machine."""
-_NO_IMPORT = "failed to be inspected", "No module named 'torchvision'"
-"""What the log says then, all of it: an import may fail for other reasons, too."""
 _TRAINING = ("--steps", "4", "--set", "batch=4", "--set", "rate=0.02", "--accept", "0", "--set", "answer_tokens=4",
              "--compress", "256", "--set", "init=first-k", "--set", "ask_as=text")  # fmt: skip
 
@@ -64,9 +60,9 @@ class Row(NamedTuple):
 
     @property
     def sound(self) -> bool:
-        """Whether every figure is at the noise, or the family was refused with a reason, or cannot be had on this machine."""
+        """Whether every figure is at the noise, or the family was refused with a reason."""
         if self.noise is None:
-            return self.note.startswith(("refused", _NOT_HERE))
+            return self.note.startswith("refused")
         limit = max(BOUND, 2 * self.noise)
         found = [figure for figure in (self.cartridge, self.chain, self.trained) if figure is not None]
         return bool(found) and all(figure <= limit for figure in found) and (self.other or 0) > 3 * limit
@@ -169,8 +165,6 @@ class Made:
                 said = log.read_text(errors="replace") if log.exists() else ""
                 reasons = _REASON.findall(said)
                 note = f"refused: {reasons[-1]}" if reasons else f"not served: {error}"
-                if all(part in said for part in _NO_IMPORT):
-                    note = f"{_NOT_HERE}: vLLM imports torchvision for it, and this machine has none"
                 if "--no-save" not in note:
                     break
         return Row(family, mode, note=note[:400])
