@@ -130,7 +130,11 @@ def _started(stack: ExitStack, scratch: Path, model: str, mode: Mode, chunk: int
     held = maker.three()
     say(f"starting a server of {model}, {mode} (tens of seconds)")
     stack.callback(own.stop)
-    own.start()
+    try:
+        own.start()
+    except CartridgeError:
+        _keep_logs(scratch)
+        raise
     return Context(stack.enter_context(own.client()), held, maker=maker, own=own, static=_static)
 
 

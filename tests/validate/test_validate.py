@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import tempfile
 import xml.etree.ElementTree
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,8 @@ from making import make_artifact
 from routers import Reply, Request
 
 from lmcache_cartridge.cli.main import main
-from lmcache_cartridge.errors import CartridgeNotFound
+from lmcache_cartridge.cli.recall import MODEL_DIR
+from lmcache_cartridge.errors import CartridgeNotFound, UnsupportedEngine
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make.server import Reply as Answered
 from lmcache_cartridge.make.server import Server
@@ -447,6 +449,22 @@ def test_why_a_server_did_not_start_is_found_in_its_log(tmp_path):
         "(x) ERROR lmcache_cartridge.errors.UnsupportedEngine: no\nRuntimeError: see above\nINFO: finished\n"
     )
     assert reason("it ended", log) == "UnsupportedEngine: no"
+
+
+def test_the_log_of_a_server_that_did_not_start_is_kept(tmp_path, capsys, monkeypatch):
+    """vLLM's last words are that the cause stands above, and the directory with the log was gone by then."""
+
+    def start(own: OwnServer) -> float:
+        own.log.write_text("the cause")
+        raise UnsupportedEngine("the server did not start; see root cause above")
+
+    monkeypatch.setattr(OwnServer, "start", start)
+    monkeypatch.setattr(Maker, "three", lambda maker: [])
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert main(["validate", "--model", str(MODEL_DIR)]) == 1
+    assert "the servers' logs are in" in capsys.readouterr().err
+    [log] = tmp_path.rglob("*.log")
+    assert log.read_text() == "the cause"
 
 
 def test_a_server_of_ours_is_started_otherwise_with_what_it_was_given(tmp_path):
