@@ -159,7 +159,7 @@ def _known(digest: str) -> Manifest | None:
     from ..artifact import reading
 
     for row in registry_of(read_only=True).having([digest]):
-        with suppress(CartridgeError, OSError):
+        with suppress(CartridgeError):
             return reading.load_manifest(root_of(row.location), digest, payload=False)
     return None
 
@@ -201,7 +201,7 @@ def _tell(context: Context, rows: list[Row], status: int) -> int:
         f"{count[PASS]} passed, {count[FAIL]} failed, {count[NOT_CHECKED]} not checked; "
         f"{sum(row.seconds for row in rows):.0f} s"
     )
-    result = {"server": context.client.url, "model": context.client.model, "passed": status == 0,
+    result = {"model": context.client.model, "passed": status == 0,
               "noise": context.noise._asdict(), "rows": [row._asdict() for row in rows]}  # fmt: skip
     show(result, "\n".join(lines))
     return int(status > 0)
