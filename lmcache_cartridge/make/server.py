@@ -86,35 +86,26 @@ class Server:
         `timeout_s` is the longest wait for the next bytes of a reply. A user and password in `url` are sent, and left out
         of the attribute `url`, which messages and reports show. Raises `SourceError` where it does not answer.
         """
-        self._timeout_s, self._key = timeout_s, key
-        self._http = self._connected(url)
-        try:
-            self.model = model or self._ask("GET", "/v1/models", lambda reply: str(reply["data"][0]["id"]))
-        except BaseException:
-            self.close()
-            raise
-
-    def move(self, url: str) -> None:
-        """Go on with the same model at another URL: the server was started again."""
-        self.close()
-        self._http = self._connected(url)
-
-    def _connected(self, url: str) -> httpx.Client:
         try:
             given = httpx.URL(url.rstrip("/").removesuffix("/v1"))
         except httpx.InvalidURL:
             given = httpx.URL()
         if not given.host:  # shown, it might show a part of a password
             raise SourceError("what is given is no URL of a server, as http://HOST:PORT is")
-        self.url = str(given.copy_with(userinfo=b""))
-        found = _read_key(self._key)
+        self.url, self._key = str(given.copy_with(userinfo=b"")), key
+        found = _read_key(key)
         headers = {"Authorization": f"Bearer {found}"} if found else {}
         if given.userinfo:
             basic = base64.b64encode(f"{given.username}:{given.password}".encode()).decode()
             headers = {"Authorization": f"Basic {basic}"}
         self.headers = headers
         """What each request has, a secret in it; the user and password of the URL come first."""
-        return httpx.Client(base_url=self.url, timeout=self._timeout_s, headers=headers, limits=_LIMITS)
+        self._http = httpx.Client(base_url=self.url, timeout=timeout_s, headers=headers, limits=_LIMITS)
+        try:
+            self.model = model or self._ask("GET", "/v1/models", lambda reply: str(reply["data"][0]["id"]))
+        except BaseException:
+            self.close()
+            raise
 
     def __enter__(self) -> Self:
         return self

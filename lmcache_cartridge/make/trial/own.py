@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from ...errors import UnsupportedEngine
 from ...serve.launch import Launch, on_cpu, plan
 from ...serve.processes import SMALL, ServerProcess
 from ...settings import from_mapping
@@ -19,7 +19,6 @@ MODES: tuple[Mode, ...] = ("in-process", "multiprocess")
 _SMALL_BYTES = 256 << 20
 """Weights up to which one thread computes, as in the package's own tests."""
 _START_S = 1800.0
-_TAKEN = "Address already in use"
 
 
 def eager() -> list[str]:
@@ -40,11 +39,13 @@ class OwnServer:
         self._given = dict(settings or {})
         self.settings = from_mapping({"home": home, "disk_dir": home / "disk", "disk_bytes": "64MiB"} | self._given)
         """What the server is started with."""
-        self._process: ServerProcess | None = None
-        self.starts = 0
+        self._starts, self._runs = 0, False
         self.log = home / "server.log"
         """Of the last start."""
-        self._changed: Callable[[str], None] | None = None
+
+    @cached_property
+    def _process(self) -> ServerProcess:
+        return ServerProcess(self.launch(), self.log, environment=self.environment(), timeout_s=_START_S)
 
     def variant(self, *, vllm_args: Sequence[str] = (), **launched: Any) -> OwnServer:
         """Return another one over the same registry, started otherwise."""
@@ -56,36 +57,21 @@ class OwnServer:
     def start(self) -> float:
         """Start it and wait until it is healthy; return the seconds. Raises `UnsupportedEngine` with the log's end."""
         start = time.monotonic()
-        try:
-            process = self._begin()
-        except UnsupportedEngine as error:
-            if _TAKEN not in str(error):
-                raise
-            process = self._begin()  # somebody took the port between the look and the start
-        self._process = process
-        if self._changed is not None:
-            self._changed(process.url)
+        self._starts += 1
+        self.log = self._process.log = self.home / f"server-{self._launched['mode']}-{id(self):x}-{self._starts}.log"
+        self._process.__enter__()
+        self._runs = True
         return time.monotonic() - start
-
-    def _begin(self) -> ServerProcess:
-        self.starts += 1
-        self.log = self.home / f"server-{self._launched['mode']}-{id(self):x}-{self.starts}.log"
-        process = ServerProcess(self.launch(), self.log, environment=self.environment(), timeout_s=_START_S)
-        process.__enter__()
-        return process
 
     def client(self) -> Server:
         """Return a client of the server, which stays its client when it is started again."""
-        assert self._process is not None, "the server was not started"
-        client = Server(self._process.url)
-        self._changed = client.move
-        return client
+        return Server(self._process.url)
 
     def stop(self) -> None:
         """End the server; no change where it is not running."""
-        if self._process is not None:
+        if self._runs:
             self._process.__exit__(None, None, None)
-            self._process = None
+            self._runs = False
 
     def launch(self) -> Launch:
         """Return what it is started by."""
