@@ -22,8 +22,8 @@ from .salts import adapter_name
 
 _SAVE_S = 60.0
 """How long LMCache may take to save a chunk that is computed."""
-_POLL_S, _PAUSE_S = 0.1, 0.01
-"""Pauses between two looks for a chunk: while the engine computes, and in any case."""
+_POLL_S = 0.03
+"""The pause between two looks for a chunk."""
 QUESTION, ANSWER, _TOP = 12, 8, 10
 """Tokens of a question and of its answer, and how many of the likeliest are compared."""
 _PLACES = (0.05, 0.35, 0.65, 0.95)
@@ -83,8 +83,7 @@ async def kv_of(
                         "LMCache did not save all: give --l1-bytes more than the KV of the text has"
                     )
                 if None in ranks:
-                    await asyncio.wait([computing], timeout=_POLL_S)
-                    await asyncio.sleep(_PAUSE_S)
+                    await asyncio.sleep(_POLL_S)
             raw: Any = np.frombuffer(b"".join(ranks), np.uint8).reshape(-1, 2 * model.layers, chunk_tokens, size)
             # Of a head that several ranks have, the first.
             yield raw[:: len(raw) // model.kv_heads, :, : len(ids) - start].tobytes()

@@ -46,8 +46,7 @@ class CartridgeConnector(TellsTiers, InjectsWhole, LMCacheConnectorV1):
                 self.whole = Whole(self._lmcache.chunk_tokens, vllm_config.cache_config.block_size)
             self._lost = Lost(vllm_config.cache_config.block_size)
         except Exception:
-            if role == KVConnectorRole.SCHEDULER:  # a worker that fails here has no engine of LMCache's yet
-                host_inprocess.end_storage()
+            host_inprocess.end_storage()
             raise
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -94,8 +93,7 @@ class CartridgeConnector(TellsTiers, InjectsWhole, LMCacheConnectorV1):
         layers, planes, tokens, heads, head_size = engine.metadata.kv_shape
         dtype = str(engine.metadata.kv_dtype).removeprefix("torch.")
         shape = ChunkShape(heads, layers, tokens, head_size, dtype, planes)
-        is_stage = self._config.parallel_config.pipeline_parallel_size > 1
-        first = own_layers(self._config).start if is_stage else 0
+        first = own_layers(self._config).start
         injector, computed = engine.gpu_connector, computed_dtype(self._config, engine.metadata.kv_dtype)
         injector.bind(
             kv_caches, host.attention_layers(self._config), shape, saves=saves(self._config), first_layer=first,

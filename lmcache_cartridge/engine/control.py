@@ -78,10 +78,8 @@ class ControlServer(frames.FrameServer):
                 answer = await frames.result(call, logger, f"the call {method}")
                 writer.write(frames.encode(answer))
                 await writer.drain()
-        except (OSError, EOFError) as error:
-            logger.debug("a control connection broke: %s", error)
-        except (ValueError, TypeError) as error:  # no frame of ours; what follows it cannot be told apart either
-            logger.warning("a control connection was ended: %s", error)
+        except (OSError, EOFError, ValueError, TypeError) as error:  # it broke, or brought no frame of ours
+            logger.debug("a control connection was ended: %s", error)
         finally:
             for claim in held:
                 claim.close()

@@ -37,9 +37,8 @@ _NAME = re.compile(r"_dp(\d+)$")
 
 
 def transfer_of(config: VllmConfig) -> KVTransferConfig:
-    """Return an engine's KV transfer configuration. Raises `UnsupportedEngine` where it has none."""
-    if config.kv_transfer_config is None:
-        raise UnsupportedEngine("the engine has no --kv-transfer-config, which names the connector for cartridges")
+    """Return an engine's KV transfer configuration."""
+    assert config.kv_transfer_config is not None, "it names the connector that this was called by"
     return config.kv_transfer_config
 
 
@@ -92,7 +91,6 @@ def check_vllm(config: VllmConfig, kv_cache_config: KVCacheConfig | None = None)
     from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
     parallel, transfer, speculates = config.parallel_config, transfer_of(config), config.speculative_config
-    several = engine_number(config) or _NAME.search(_name(config))
     groups = kv_cache_config.kv_cache_groups if kv_cache_config else []
     is_inside = (
         transfer.get_from_extra_config(CONTROL, None) is None
@@ -101,7 +99,7 @@ def check_vllm(config: VllmConfig, kv_cache_config: KVCacheConfig | None = None)
         in_process=is_inside,
         saves=saves(config) if is_inside else transfer.kv_role != "kv_consumer",
         stages=parallel.pipeline_parallel_size,
-        engines=max(parallel.data_parallel_size, 2 if several else 1),
+        engines=max(parallel.data_parallel_size, 1 if engine_number(config) is None else 2),
         split=max(parallel.prefill_context_parallel_size, parallel.decode_context_parallel_size),
         speculation=speculates.method if speculates else None,
         cache_dtype=config.cache_config.cache_dtype,
@@ -141,24 +139,20 @@ def saves(config: VllmConfig) -> bool:
     return transfer_of(config).kv_role != "kv_consumer" and not os.environ.get(SKIP_SAVING)
 
 
-def engine_number(config: VllmConfig) -> int:
-    """Return the number of this engine among those of one server, 0 for one alone.
+def engine_number(config: VllmConfig) -> int | None:
+    """Return the number of this engine among those of one server, None for one alone.
 
     Under data parallelism engines of dense models are told that they are alone. Then the name that vLLM gives each for
     KV transfer tells.
     """
-    named = _NAME.search(_name(config))
-    return int(named[1]) if named else config.parallel_config.data_parallel_index
-
-
-def _name(config: VllmConfig) -> str:
-    return transfer_of(config).engine_id or ""
+    named = _NAME.search(transfer_of(config).engine_id or "")
+    return int(named[1]) if named else config.parallel_config.data_parallel_index or None
 
 
 def worker_number(config: VllmConfig) -> int:
     """Return the number of this process among the workers of all engines of one server."""
     parallel = config.parallel_config
-    return engine_number(config) * parallel.world_size + parallel.rank % parallel.world_size
+    return (engine_number(config) or 0) * parallel.world_size + parallel.rank % parallel.world_size
 
 
 def describe(config: LMCacheEngineConfig, metadata: LMCacheMetadata, engine: LMCacheEngine) -> Engine:

@@ -131,15 +131,11 @@ def keep_from_adopting(local_cpu: Any, is_lent: Callable[[Any], bool]) -> None:
 
 def over_ranks(blocks: set[int]) -> set[int]:
     """Return the union of what the tensor-parallel ranks pass, all of which must call this. Blocks until they do."""
-    from torch import distributed, tensor
+    from torch import distributed
     from vllm.distributed.parallel_state import get_tp_group
 
     group = get_tp_group()
     if group.world_size == 1:
-        return blocks
-    count = tensor([len(blocks)])
-    distributed.all_reduce(count, group=group.cpu_group)
-    if not count.item():
         return blocks
     found: list[set[int]] = [set()] * group.world_size
     distributed.all_gather_object(found, blocks, group=group.cpu_group)

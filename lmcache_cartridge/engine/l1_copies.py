@@ -36,13 +36,9 @@ class L1Copies:
 
     def drop(self, gone: Callable[[Any], bool]) -> None:
         """Have LMCache delete the copies under the keys that are `gone`. Blocks for its answer; a failure is logged."""
-        keys = [key for key in self._keys if gone(key)]
-        if keys and self._url is None:
-            logger.info(
-                "LMCache's server keeps its copies of %d chunks until it needs the memory; with `lmcache_http` in "
-                "adapter_params, where it answers HTTP, they are dropped too", len(keys),
-            )  # fmt: skip
+        if self._url is None:
             return
+        keys = [key for key in self._keys if gone(key)]
         for start in range(0, len(keys), _BATCH):
             self._delete(keys[start : start + _BATCH])
 
@@ -66,8 +62,6 @@ class L1Copies:
         except (OSError, ValueError) as error:
             logger.warning("LMCache's server keeps its copies of %d chunks: %s", len(keys), error)
             return
-        if answer.get("skipped"):
-            logger.info("LMCache's server keeps its copies of %d chunks that are in use", answer["skipped"])
-            return
-        for key in keys:
-            self._keys.pop(key)
+        if not answer.get("skipped"):  # those that are in use
+            for key in keys:
+                self._keys.pop(key)

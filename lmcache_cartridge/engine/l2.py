@@ -344,12 +344,10 @@ class EngineRank:
         chunk_bytes = self._store.shape.size_bytes
         if self._l1_bytes is None or chunks * chunk_bytes <= self._l1_bytes:
             return None
-        why = (
+        return (
             f"its {chunks} chunks of {chunk_bytes} bytes do not fit into the {self._l1_bytes} bytes that LMCache's server "
             "has for them; give it more with --l1-size-gb (serve: --l1-bytes)"
         )
-        logger.warning("a cartridge is not served: %s", why)
-        return why
 
     def evict(self, digest: str) -> int:
         """See `CartridgeStore.evict`. LMCache's own copies of what is in no memory of ours any more go too."""

@@ -11,7 +11,6 @@ from itertools import count
 from lmcache.lmcache_native import Bitmap
 from lmcache.v1.platform import create_event_notifier
 
-from ..errors import CartridgeError
 from .frames import loop
 
 logger = logging.getLogger(__name__)
@@ -85,8 +84,6 @@ class Tasks:
         try:
             if not task.over:
                 work(task)
-        except CartridgeError as error:
-            logger.warning("cartridges could not be had; LMCache is told of a miss: %s", error)
         except Exception:
             logger.exception("cartridges could not be had; LMCache is told of a miss")
         self._end(task)

@@ -61,10 +61,6 @@ class CartridgeMPConnector(TellsTiers, InjectsWhole, LMCacheMPConnector):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         """Called by vLLM. Raises `UnsupportedEngine` for a configuration under which cartridges are not safe."""
         self._control = transfer_of(vllm_config).get_from_extra_config(CONTROL, "")
-        if not self._control:
-            raise UnsupportedEngine(
-                f"{CONTROL} is missing in kv_connector_extra_config: the path of the adapter's socket"
-            )
         kv_cache_config = started(vllm_config, kv_cache_config, "multiprocess")
         self._engine = _describe(vllm_config, kv_cache_config)
         self._retries: dict[str, tuple[float, float]] = {}
@@ -142,10 +138,7 @@ class CartridgeMPConnector(TellsTiers, InjectsWhole, LMCacheMPConnector):
             layers=(layers.start, layers.stop),
             quantiser=quantised,
         )
-        kind = f"{self._config.cache_config.cache_dtype} {quantised.digest}, " if quantised else ""
-        logger.info(
-            "this engine writes KV as %s%s; its keys at LMCache are those of %s", kind, layout, report.model_name
-        )
+        logger.info("this engine writes KV as %s; its keys at LMCache are those of %s", layout, report.model_name)
         return confirm(self._control, report, self._look_up_check())
 
     def _look_up_check(self) -> str:
@@ -181,10 +174,10 @@ class CartridgeMPConnector(TellsTiers, InjectsWhole, LMCacheMPConnector):
         if keys.own:
             host.rename_tokens(tracker, keys.renamed)
         if positions_to_inject(request):  # found whole or not at all
-            host.look_all_up(tracker)
+            tracker.need_full_lookup = True  # LMCache 0.5.7: from its first token on, whatever vLLM has of it
         # LMCache 0.5.6 knows skip_save in the workers only, and leaves out of its memory what lies behind this limit.
         if params.get(SKIP_SAVE):
-            host.keep_from_saving(tracker)
+            tracker.max_offload_tokens = 0
         return tracker
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -215,8 +208,8 @@ class CartridgeMPConnector(TellsTiers, InjectsWhole, LMCacheMPConnector):
             return until - num_computed_tokens, is_async
         # What LMCache did find is let go: as if vLLM had it, so that nothing is retrieved into a request that ends, and
         # nothing saved of what it computes after positions that nobody filled.
-        host.let_go_of_hits(tracker)
-        host.keep_from_saving(tracker)
+        tracker.num_vllm_hit_tokens = max(tracker.num_vllm_hit_tokens, tracker.num_lmcache_hit_tokens)
+        tracker.max_offload_tokens = 0
         return until - num_computed_tokens, False
 
     def _resident(self, request: Request) -> int:
@@ -232,7 +225,7 @@ class CartridgeMPConnector(TellsTiers, InjectsWhole, LMCacheMPConnector):
         """
         now = time.monotonic()
         _, until = self._retries.get(tracker.request_id, (now, now + _RETRY_S))
-        if now > until or not self.scheduler_adapter.is_healthy or not host.may_look_up_again(tracker):
+        if now > until or not self.scheduler_adapter.is_healthy or tracker.state.name != "PREFETCHING":
             return False
         self._retries[tracker.request_id] = now + _PAUSE_S, until
         if tracker.num_lmcache_hit_tokens:
