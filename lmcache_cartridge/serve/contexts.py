@@ -45,7 +45,7 @@ class Patched(BaseModel):
 class Posted(Patched):
     """A text to be kept: one of `document`, `messages` and `token_ids`."""
 
-    ttl: float | None = 3600.0
+    ttl: float = 3600.0
     id: str | None = None
     document: str | None = None
     messages: list[dict[str, str]] | None = Field(default=None, max_length=MAX_MESSAGES)

@@ -258,7 +258,7 @@ class Maker:
 
     def _registered(self, context: Context, posted: Posted) -> Context:
         """Let others know of a context that is made, and return it. Raises as `patch` does, and `SourceError`."""
-        root, context = self.root(context), context._replace(expires_at=time.time() + (posted.ttl or _LEASE_S))
+        root, context = self.root(context), context._replace(expires_at=time.time() + posted.ttl)
         if self._library:
             self._library.publish(root, label=context.label)
             shutil.rmtree(root.parent)
