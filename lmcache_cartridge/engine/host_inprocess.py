@@ -7,11 +7,10 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
-from unittest.mock import patch
 
 import numpy as np
 
-from .host import attribute, changed, module
+from .host import attribute, changed, module, replaced
 
 _ADAPTER = "lmcache.integration.vllm.vllm_v1_adapter"
 
@@ -176,9 +175,7 @@ def own_connector(make: Callable[[], Any], *, in_worker: bool) -> Iterator[None]
     that is replaced for the call. Raises `UnsupportedEngine` where a worker's engine was built without asking for it.
     """
     sys.modules.setdefault(_ADAPTER, module(_ADAPTER))  # from where vLLM 0.32 imports it, before LMCache 0.5.7
-    with patch.object(
-        module("lmcache.v1.gpu_connector"), "CreateGPUConnector", side_effect=lambda *_, **__: make()
-    ) as asked:
+    with replaced(module("lmcache.v1.gpu_connector"), "CreateGPUConnector", make) as calls:
         yield
-    if in_worker and not asked.called:
+    if in_worker and not calls:
         raise changed("lmcache.v1.gpu_connector:CreateGPUConnector", "LMCache did not ask for it")
