@@ -6,7 +6,7 @@ READY := .venv/ready
 JOBS ?= 3
 LOCKS := configs/requirements-cpu.lock configs/requirements-test.lock
 
-.PHONY: demo test versions next py312 cartridges-test bench docs lint clean
+.PHONY: demo test versions next py312 cartridges-test bench chaos docs lint clean
 
 demo: $(READY)
 	$(BIN)/lmcache-cartridge demo
@@ -36,6 +36,10 @@ cartridges-test: $(READY)
 BENCHMARKS := replacement scale inject retrieval fleet saving cold_fetch ttft
 bench: $(READY)
 	set -e; for name in $(BENCHMARKS); do $(BIN)/python benchmarks/$$name.py $(BENCH_ARGS); done
+
+# Everything around a server goes wrong, ten minutes in each mode; exit status 1 where an answer is wrong.
+chaos: $(READY)
+	$(BIN)/python benchmarks/chaos.py $(BENCH_ARGS)
 
 # The tables in README and docs, figures among them; test_docs says when they are stale. Then the site, build/site/index.html:
 # `python -m http.server -d build/site` serves it.

@@ -141,6 +141,7 @@ BENCHMARKS = (
     "cold_fetch",
     "saving",
     "contexts",
+    "chaos",
     "fleet",
     "quality",
     "corpus",

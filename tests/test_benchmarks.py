@@ -20,7 +20,7 @@ def on_path():
     sys.path.remove(str(BENCHMARKS))
 
 
-@pytest.mark.parametrize("name", ["corpus", "replacement", "scale", "inject", "retrieval", "fleet"])
+@pytest.mark.parametrize("name", ["corpus", "replacement", "scale", "inject", "retrieval", "fleet", "chaos"])
 def test_the_smallest_form_writes_a_result(name, tmp_path, capsys):
     importlib.import_module(name).main(["--smoke", "--out", str(tmp_path), "--note", "a test"])
     printed = capsys.readouterr().out
