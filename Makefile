@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 READY := .venv/ready
 # Test files at once; the largest start a vLLM server each, of 2 GiB.
-JOBS ?= 3
+JOBS ?= 4
 LOCKS := configs/requirements-cpu.lock configs/requirements-test.lock
 
 .PHONY: demo test versions next py312 cartridges-test bench chaos docs lint clean

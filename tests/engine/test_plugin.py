@@ -58,7 +58,7 @@ def _models() -> Any:
 def test_a_server_whose_handlers_ask_elsewhere_for_models_does_not_start():
     state = SimpleNamespace(openai_serving_models=_models(), openai_serving_chat=SimpleNamespace(models=_models()))
     with pytest.raises(UnsupportedEngine, match="openai_serving_chat"):
-        extend_models(state, lambda name: True, lambda: None)
+        extend_models(state, lambda name: True)
 
 
 @pytest.mark.parametrize(

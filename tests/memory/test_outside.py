@@ -161,7 +161,7 @@ def s3_kind():
 @pytest.fixture
 def world(home, s3_credentials, bucket, monkeypatch):
     monkeypatch.setattr(entries, "_KEPT_FROM", 1)  # as if there were thousands
-    monkeypatch.setattr(entries._Unread.__new__, "__defaults__", (*entries._Unread.__new__.__defaults__[:2], 0.5))
+    monkeypatch.setattr(entries, "_RETRY_S", 0.5)
     monkeypatch.setattr(loads, "STALLED_S", 0.3)
     monkeypatch.setitem(Workers.__init__.__kwdefaults__, "stalled_s", 0.3)  # type: ignore[misc]
     return World(home, s3_credentials, bucket)

@@ -181,7 +181,7 @@ def _put(made: Made, settings: Settings, source: str, s3: MotoServer) -> None:
         source_of = S3Source(**settings.s3)
         for row in rows:
             where = f"s3://{BUCKET}/{row.id}"
-            push(row.local_root(), where, source_of, force=True, progress=silent)
+            push(row.local_root(), where, source_of, progress=silent)
             Registry(settings.registry_path).register(row.local_root(), where)
         for path in (made.home / "files").iterdir():
             s3.client.upload_file(str(path), BUCKET, f"files/{path.name}")
