@@ -110,6 +110,8 @@ class Published(Registry):
         try:
             super().__init__(path)
         except RegistryError as error:
+            if isinstance(error.__cause__, sqlite3.OperationalError):  # locked by who is stopped, or the disk is full
+                raise
             logger.warning("%s is made anew: %s", path, error)
             for file in (path, path.with_name(f"{path.name}-journal")):
                 file.unlink(missing_ok=True)

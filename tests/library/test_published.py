@@ -308,11 +308,16 @@ def test_indexes_of_one_size_written_within_one_tick_have_different_revisions(wh
     assert writer.swap(INDEX, b"new", None) is None
 
 
-def test_a_copy_that_is_damaged_is_made_anew(where):
+def test_a_copy_that_cannot_be_opened_is_left_and_one_that_is_damaged_is_made_anew(where):
     add(where.machine("author"), made(where.tmp_path / "a", "a"))
     follower = where.machine("follower", writes=False)
     follower.follow()
-    follower.path.write_bytes(b"no database" * 1000)
+    whole = follower.path.rename(follower.path.with_suffix(".whole"))
+    follower.path.mkdir()
+    with pytest.raises(RegistryError, match="unable to open"):
+        where.machine("follower", writes=False)
+    follower.path.rmdir()
+    whole.rename(follower.path).write_bytes(b"no database" * 1000)
     again = where.machine("follower", writes=False)
     assert (again.follow(), names(again)) == (True, ["a@1"])
 
