@@ -58,7 +58,7 @@ LABEL = "live"
 IDS = (*SHARING, "d", "e", TRAINED)
 NAMES = (*IDS, LABEL, "a@1", "t@2")
 """What requests name."""
-AGAIN = "served again at the end"
+AGAIN, QUIET = "served again at the end", "nothing else"
 LAG_S = 10.0
 """What an id or label meant for the last time so long before a request was sent is no answer to it."""
 FULL_BYTES = 1 << 16
@@ -95,7 +95,7 @@ class World:
         self.answers: dict[str, dict[tuple[str, str], Fact]] = {}
         """By version and question."""
         self.meant: dict[str, list[Meaning]] = defaultdict(list)
-        self.phase, self.url, self.over = "", "", threading.Event()
+        self.phase, self.url, self.over = QUIET, "", threading.Event()
         self.asked: list[Asked] = []
         self.model = CausalModel(MODEL)
         self.registry = Registry(scratch / "home" / "registry.sqlite")
@@ -354,7 +354,7 @@ def measure(scratch: Path, mode: Any, clients: int, phase_s: float, within_s: fl
         supervisor = Supervisor(world, launch)
         stack.callback(supervisor.close)
         phases: dict[str, Callable[[], Any]] = {
-            "nothing else": ExitStack,
+            QUIET: ExitStack,
             "a slow bucket": lambda: answering(world, lambda: time.sleep(1)),
             "a bucket that hangs": lambda: hung_bucket(world),
             "a directory that hangs": lambda: hung_directory(world),

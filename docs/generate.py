@@ -141,7 +141,6 @@ BENCHMARKS = (
     "cold_fetch",
     "saving",
     "contexts",
-    "chaos",
     "fleet",
     "quality",
     "corpus",
