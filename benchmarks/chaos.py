@@ -62,7 +62,7 @@ AGAIN, QUIET = "served again at the end", "nothing else"
 LAG_S = 10.0
 """What an id or label meant for the last time so long before a request was sent is no answer to it."""
 FULL_BYTES = 1 << 16
-RIGHT, WRONG, LEFT, CUT_OFF, LATER = OUTCOMES = "right", "wrong", "left", "cut off", "503"
+RIGHT, WRONG, LEFT, CUT_OFF, _ = OUTCOMES = "right", "wrong", "left", "cut off", "503"
 """What becomes of a request. One of another version than its name meant is wrong; 503 says to come again."""
 MODES = ("in-process", "multiprocess")
 ARGS = ["--max-model-len", "2304", "--enforce-eager", "--kv-cache-memory-bytes", str(96 << 20), "--block-size", "32"]
@@ -80,7 +80,6 @@ class Asked(NamedTuple):
 
     phase: str
     """In which it ended."""
-    name: str
     outcome: str
     """One of `OUTCOMES`, or the status of an error."""
     seconds: float
@@ -170,7 +169,7 @@ class Client:
                 began = time.monotonic()
                 name = self._random.choice(NAMES)
                 outcome = self.ask(http, name, plain=self._random.random() < 0.1, leaves=self._random.random() < 1 / 6)
-                self._world.asked.append(Asked(self._world.phase, name, outcome, time.monotonic() - began))
+                self._world.asked.append(Asked(self._world.phase, outcome, time.monotonic() - began))
                 if outcome not in (RIGHT, LEFT):
                     time.sleep(0.2)
 
