@@ -16,12 +16,8 @@ from .options import ServedChunk, ServerModel, Url, Vllm, check, command, listed
 from .show import bars, is_json, say, show, table
 
 if TYPE_CHECKING:
-    from ..make.bench.page import Report
     from ..make.bench.target import Target
     from ..make.trial.maker import Maker
-
-TOKENS = 16
-"""Tokens of each answer."""
 
 
 def _numbers(text: str) -> list[int]:
@@ -31,7 +27,7 @@ def _numbers(text: str) -> list[int]:
     return sorted({int(part) for part in parts})
 
 
-@command("bench --url http://localhost:8000 --cartridge handbook --c 1,4 --budget-s 300")
+@command("bench --url http://localhost:8000 --cartridge handbook --c 1,4 --repeat 2")
 def bench(
     url: Url = None,
     server_model: ServerModel = None,
@@ -53,9 +49,6 @@ def bench(
     ] = None,
     c: Annotated[Any, option("requests at once", metavar="N,N", parser=_numbers)] = "1,4,16",
     repeat: Annotated[int, option("times that each is asked, by turns", min=1)] = 5,
-    budget_s: Annotated[
-        float, option("stop measuring after so many seconds, with what there is", min=0.001)
-    ] = 600,
     output: Annotated[Path, option("where the report goes", metavar="DIR")] = Path("bench"),
     vllm: Vllm = "",
     chunk_size: ServedChunk = 256,
@@ -72,7 +65,7 @@ def bench(
             target, maker = _running(stack, url, server_model, model, chunk_size)
         else:
             target, maker = _own(stack, str(model), p, chunk_size, vllm)
-        report = _measure(target, maker, cartridge, p, c, repeat, budget_s)
+        report = _measure(target, maker, cartridge, p, c, repeat)
         return _tell(report, page.write(report, output))
 
 
@@ -122,50 +115,33 @@ def _own(stack: ExitStack, model: str, p: list[int] | None, chunk: int, vllm: st
 
 
 def _measure(
-    target: Target, maker: Maker | None, names: list[str], p: list[int] | None, c: list[int], repeat: int, budget_s: float,
-) -> Report:  # fmt: skip
-    from ..make.bench import figures
-    from ..make.bench.load import Load, Plan
-    from ..make.bench.page import Report
-    from ..make.bench.places import choose, questions
+    target: Target, maker: Maker | None, names: list[str], p: list[int] | None, c: list[int], repeat: int
+) -> dict[str, Any]:  # fmt: skip
+    from ..make.bench import page
+    from ..make.bench.load import Load
+    from ..make.bench.places import choose
 
-    plan = Plan([], c, repeat, TOKENS, budget_s)
-    asked = questions(target, plan.questions)
-    load, around = Load(target, asked, TOKENS), max(map(len, asked)) + TOKENS
+    load = Load(target)
     with bars() as progress:
-        chosen, left = choose(target, names, p, around, maker=maker, progress=progress)
+        chosen, left = choose(target, names, p, maker=maker, progress=progress)
     if not chosen:
         raise CartridgeError(f"nothing can be measured: {'; '.join(left)}")
-    plan = plan._replace(places=chosen)
     with bars() as progress:
-        measured = load.measure(plan, progress)
-    unlike = {place.p: not place.is_same for place in chosen}
-    rows = figures.rows(measured, unlike)
-    told = [*left, *measured.left_out]
-    told += [
-        "p = {p}, c = {c}, {way}: ".format_map(row) + "; ".join(row["remarks"][:3]) for row in rows if row["remarks"]
-    ]
-    if any(run.cached is None for run in measured.runs):
-        told.append("the server has no counters of cached tokens, so that nothing shows that a run was of its way")
-    if any(unlike.values()):
-        told.append("a trained cartridge is compared in time with a generated text of p tokens, and not in its answers")
-    if not all(place.files for place in chosen if place.cartridge):
-        told.append("no file was dropped from the system's page cache, from which what is cold may have been read")
-    return Report(target, plan, measured, rows, told)
+        measured = load.measure(chosen, c, repeat, progress)
+    return page.report(target, chosen, c, repeat, measured, left)
 
 
-def _tell(report: Report, files: list[Path]) -> int:
+def _tell(report: dict[str, Any], files: list[Path]) -> int:
     from ..make.bench import page
 
-    measured, rows = report.measured, report.rows
-    names = [str(path) for path in files]
+    rows, names = report["rows"], [str(path) for path in files]
     if is_json():
-        show(page.as_values(report) | {"files": names}, "")
+        show(report | {"files": names}, "")
     elif rows:
         print(table(page.times(rows)))
-    for remark in report.remarks:
+    for remark in report["remarks"]:
         say(f"- {remark}")
     say(f"written: {' '.join(names)}")
-    if measured.stopped:
-        say(f"lmcache-cartridge: {measured.stopped}")
+    if report["interrupted"]:
+        say("lmcache-cartridge: interrupted; what is missing was not measured")
     return int(any(row["remarks"] for row in rows) or not any(row["requests"] for row in rows))

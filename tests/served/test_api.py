@@ -553,9 +553,6 @@ class TestApi(ApiTests):
             count = 2 * (c if way == "cold" else 2 * c)
             assert row["requests"] == count and row["ttft_ms"]["number"] == count
             assert row["cached"] == [count * p * (way == "prefix"), count * p * (way in ("warm", "cold"))]
-        compared = [row["equal"] for row in rows.values() if row["equal"]]
-        assert sum(count for _, count in compared) == (2 + 2 + 1) * (2 + 4)
-        assert sum(same for same, _ in compared) >= (2 + 2 + 1) * (2 + 4) / 2, "rounding may part some, not most"
         left = [row.id for row in Registry(served.settings.registry_path).all()]
         assert not [name for name in left if name.startswith("trial-")], "its cartridges are taken away"
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from .load import WAYS, Measured, Run
+from .load import WAYS, Run
 
 _TAIL = 20
 """Samples from which a 95th percentile is told."""
@@ -22,39 +22,29 @@ def stats(samples: Sequence[float]) -> dict[str, float | None] | None:
             "high": max(samples)}  # fmt: skip
 
 
-def rows(measured: Measured, unlike: Mapping[int, bool]) -> list[dict[str, Any]]:
-    """Return the rows. Cartridges' answers at a p that is `unlike` are not compared with the dense ones.
+def rows(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Return the rows.
 
     `requests` are those whose times are in the figures, `remarks` why runs are in none. `cached` are the prompt tokens that
-    vLLM's own prefix cache had and that its connector brought, None where the server does not tell; `equal` how many answers
-    are those of the dense way to the same question, and of how many; `speedup` the median time to first token of the dense
-    way over this one's.
+    vLLM's own prefix cache had and that its connector brought; `speedup` is the median time to first token of the dense way
+    over this one's.
     """
-    cells: dict[tuple[int, int, str], list[Run]] = {}
-    for run in measured.runs:
-        cells.setdefault((run.p, run.c, run.way), []).append(run)
+    cells: dict[tuple[int, int, int], list[Run]] = {}
+    for run in runs:
+        cells.setdefault((run.p, run.c, WAYS.index(run.way)), []).append(run)
     found = []
-    for p, c, way in sorted(cells, key=lambda cell: (cell[0], cell[1], WAYS.index(cell[2]))):
-        good, dense = ([run for run in cells.get((p, c, each), ()) if run.is_good] for each in (way, "dense"))
+    for p, c, way in sorted(cells):
+        good, dense = ([run for run in cells.get((p, c, each), ()) if not run.wrong] for each in (way, 0))
         ttft, first = (stats([1000 * s for run in of for s in run.ttft_s]) for of in (good, dense))
         gaps = [gap for run in good for gap in run.itl_s if gap]
-        told = [run.cached for run in good if run.cached is not None]
-        is_like = way == "prefix" or (way != "dense" and not unlike.get(p))
         found.append({
-            "p": p, "c": c, "way": way, "ttft_ms": ttft,
+            "p": p, "c": c, "way": WAYS[way], "ttft_ms": ttft,
             "tpot_ms": stats([1000 * sum(each) / len(each) for each in gaps]),
             "itl_ms": stats([1000 * s for each in gaps for s in each]),
-            "output": stats([sum(run.tokens) / run.seconds for run in good if run.seconds]),
+            "output": stats([sum(run.tokens) / run.seconds for run in good]),
             "requests": sum(len(run.ttft_s) for run in good),
-            "cached": [sum(each) for each in zip(*told, strict=True)] or None,
-            "remarks": list(dict.fromkeys(why for run in cells[p, c, way] for why in (*run.errors, run.wrong) if why)),
-            "equal": _equal(good, dense) if is_like else None,
-            "speedup": first["median"] / ttft["median"] if first and ttft and way != "dense" else None,  # type: ignore[operator]
+            "cached": [sum(run.cached[of] for run in good) for of in (0, 1)],
+            "remarks": list(dict.fromkeys(why for run in cells[p, c, way] for why in run.wrong)),
+            "speedup": first["median"] / ttft["median"] if first and ttft and way else None,  # type: ignore[operator]
         })  # fmt: skip
     return found
-
-
-def _equal(found: Sequence[Run], dense: Sequence[Run]) -> list[int] | None:
-    by_turn = {run.turn: run.texts for run in dense}
-    same = [a == b for run in found for a, b in zip(run.texts, by_turn.get(run.turn, ()), strict=False)]
-    return [sum(same), len(same)] if same else None

@@ -7,11 +7,13 @@ import json
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ... import __version__
 from ..machine import gpus, machine
-from .load import Measured, Plan
+from . import figures
+from .load import TOKENS, Measured
+from .places import Place
 from .target import Target
 
 _COLUMNS = {
@@ -21,32 +23,15 @@ _COLUMNS = {
 _TEMPLATE = Path(__file__).with_name("report.html")
 
 
-class Report(NamedTuple):
-    """All that is told."""
-
-    target: Target
-    plan: Plan
-    measured: Measured
-    rows: Sequence[dict[str, Any]]
-    remarks: Sequence[str]
-    """What whoever reads it has to know: what was left out, and what is not as it should be."""
-
-
-def write(report: Report, directory: Path) -> list[Path]:
-    """Write `report.html` and `bench.json`."""
-    from jinja2 import Environment
-
-    directory.mkdir(parents=True, exist_ok=True)
-    found = as_values(report)
-    page = Environment(autoescape=True, trim_blocks=True).from_string(_TEMPLATE.read_text(encoding="utf-8"))
-    (directory / "bench.json").write_text(json.dumps(found, indent=1) + "\n")
-    (directory / "report.html").write_text(page.render(found, times=times(report.rows), pictures=_pictures(report)))
-    return [directory / "report.html", directory / "bench.json"]
-
-
-def as_values(report: Report) -> dict[str, Any]:
-    """Return everything as plain values, each run's times among them, and no text of an answer."""
-    target, plan = report.target, report.plan
+def report(
+    target: Target, places: Sequence[Place], concurrency: Sequence[int], repeat: int, measured: Measured,
+    remarks: Sequence[str],
+) -> dict[str, Any]:  # fmt: skip
+    """Return everything as plain values, each run's times among them. `remarks` are what whoever reads it has to know."""
+    rows = figures.rows(measured.runs)
+    told = [
+        "p = {p}, c = {c}, {way}: ".format_map(row) + "; ".join(row["remarks"][:3]) for row in rows if row["remarks"]
+    ]
     return {
         "server": {
             "url": target.url, "model": target.model, "version": target.version, "max_model_len": target.context,
@@ -54,16 +39,24 @@ def as_values(report: Report) -> dict[str, Any]:
         },
         "client": {"lmcache_cartridge": __version__, **machine(), "gpus": gpus("name", "driver_version", "memory.total")},
         "plan": {
-            "p": [place.p for place in plan.places], "c": list(plan.concurrency), "repeat": plan.repeat, "tokens": plan.tokens,
-            "cartridges": {place.p: place.cartridge for place in plan.places if place.cartridge},
+            "p": [place.p for place in places], "c": concurrency, "repeat": repeat, "tokens": TOKENS,
+            "cartridges": {place.p: place.cartridge for place in places if place.cartridge},
         },
-        "seconds": round(report.measured.seconds, 1), "stopped": report.measured.stopped, "remarks": list(report.remarks),
-        "rows": list(report.rows),
-        "runs": [
-            {name: value for name, value in run._asdict().items() if name != "texts"} for run in report.measured.runs
-        ],
-        "memory": {"of": report.measured.memory_of, "seconds_and_bytes": report.measured.memory},
+        "seconds": round(measured.seconds, 1), "interrupted": measured.is_interrupted, "rows": rows,
+        "remarks": [*remarks, *measured.left_out, *told], "runs": [run._asdict() for run in measured.runs],
+        "memory": {"of": measured.memory_of, "seconds_and_bytes": measured.memory},
     }  # fmt: skip
+
+
+def write(found: Mapping[str, Any], directory: Path) -> list[Path]:
+    """Write what `report` returned as `report.html` and `bench.json`."""
+    from jinja2 import Environment
+
+    directory.mkdir(parents=True, exist_ok=True)
+    page = Environment(autoescape=True, trim_blocks=True).from_string(_TEMPLATE.read_text(encoding="utf-8"))
+    (directory / "bench.json").write_text(json.dumps(found, indent=1) + "\n")
+    (directory / "report.html").write_text(page.render(found, times=times(found["rows"]), pictures=_pictures(found)))
+    return [directory / "report.html", directory / "bench.json"]
 
 
 def times(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
@@ -73,8 +66,7 @@ def times(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
             "p": f"{row['p']:,}", "c": str(row["c"]), "way": row["way"],
             **{title: _of((row[what] or {}).get(name)) for title, (what, name) in _COLUMNS.items()},
             "dense / this": _of(row["speedup"]), "answers": str(row["requests"]),
-            "vLLM, connector": "{:,}, {:,}".format(*row["cached"]) if row["cached"] else "not told",
-            "equal": "{} of {}".format(*row["equal"]) if row["equal"] else "-",
+            "vLLM, connector": "{:,}, {:,}".format(*row["cached"]),
         }
         for row in rows
     ]  # fmt: skip
@@ -84,20 +76,20 @@ def _of(value: float | None) -> str:
     return "-" if value is None else f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
-def _pictures(report: Report) -> list[tuple[str, str]]:
+def _pictures(found: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return what each picture shows and its PNG in base64; nothing without matplotlib."""
     if find_spec("matplotlib") is None:
         return []
     from .. import plot
 
     curves: dict[str, list[tuple[float, float, float, float]]] = {}
-    for row in report.rows:
-        if row["ttft_ms"] and row["c"] in (min(report.plan.concurrency), max(report.plan.concurrency)):
+    for row in found["rows"]:
+        if row["ttft_ms"] and row["c"] in (min(found["plan"]["c"]), max(found["plan"]["c"])):
             point = (row["p"], *(row["ttft_ms"][name] for name in ("median", "low", "high")))
             curves.setdefault(f"{row['way']}, c = {row['c']}", []).append(point)
     drawn = []
     if curves:
         drawn.append(("Time to first token over p: median, lowest and highest", plot.first_tokens(curves)))
-    if memory := [(at_s, size / 2**20) for at_s, size in report.measured.memory]:
-        drawn.append((f"Memory over time: {report.measured.memory_of}", plot.memory(memory)))
+    if memory := found["memory"]["seconds_and_bytes"]:
+        drawn.append((f"Memory over time: {found['memory']['of']}", plot.memory(memory)))
     return [(about, base64.b64encode(data).decode()) for about, data in drawn]
