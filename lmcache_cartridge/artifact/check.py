@@ -20,14 +20,12 @@ class ChunkCheck:
     reading, hashing and looking for NaN take one after the other over a whole chunk.
     """
 
-    def __init__(self, manifest: Manifest, chunk: int, heads: range, *, known_finite: bool = False) -> None:
-        """With `known_finite` bytes of these checksums were once found to have no NaN, and are not looked at again."""
+    def __init__(self, manifest: Manifest, chunk: int, heads: range) -> None:
         self._manifest, self._chunk, self._heads = manifest, chunk, heads
         self._head_bytes = manifest.head_bytes(chunk)
         self._checksums: list[str] = []
         self._hasher, self._hashed = blake3(), 0
-        self._by_parts = not known_finite and manifest.stored.encoding == "plain"
-        self._finite = known_finite or self._by_parts  # int8 is looked at whole, at the end
+        self._finite = self._by_parts = manifest.stored.encoding == "plain"  # int8 is looked at whole, at the end
 
     def update(self, part: memoryview) -> None:
         """Take the next bytes, whole numbers of the dtype if they are plain. Blocks; other threads run meanwhile."""
@@ -52,7 +50,7 @@ class ChunkCheck:
                     f"cartridge {manifest.name}: chunk {chunk}, KV head {head} of {where} has checksum {found}, "
                     f"its manifest says {expected[head]}. Replace the file from its source, or build the cartridge again"
                 )
-        if not self._by_parts and not self._finite:
+        if not self._by_parts:
             self._finite = int8.is_finite(data, manifest.fingerprint, manifest.chunk_length(chunk))
         if not self._finite:
             raise NonFiniteKV(

@@ -36,8 +36,6 @@ MAX_SCRATCH_BYTES = 1 << 30
 _MAX_UNWRITTEN_BYTES = 256 << 20
 """Bytes of copies that may wait to be written: of what comes faster than the disk takes it, no copy is kept."""
 _CLOSE_S = 1.0
-_MAX_FINITE = 10_000
-"""Cartridges of which it is remembered that they have no NaN; of others it is looked for again."""
 
 
 class SourceStats(NamedTuple):
@@ -96,9 +94,6 @@ class ChunkLoader:
         self._writer = Workers("cartridge-copy", 1, stalled_s=math.inf)
         self._counts: Any = Counter()
         """`SourceStats`, and how many bytes are `unwritten`: on their way to the disk tier."""
-        self._finite: dict[str, int] = {}
-        """A bit for each stored chunk of a cartridge whose bytes, of the manifest's checksums, have no NaN; of the last
-        `_MAX_FINITE` cartridges."""
 
     def stats(self) -> SourceStats:
         """Return the counters; no side effects."""
@@ -200,11 +195,11 @@ class ChunkLoader:
         disk = self._disk_for(cartridge)
         if disk is None:
             return False
-        check, key = self._check(cartridge.manifest, stored), self._copy_key(cartridge, stored)
+        check, key = ChunkCheck(cartridge.manifest, stored, self._heads), self._copy_key(cartridge, stored)
         if not disk.read_into(key, out, check.update):
             return False
         try:
-            self._finish(check, cartridge.manifest, stored, out, str(disk.root))
+            self._finish(check, out, str(disk.root))
         except ArtifactError:
             disk.discard(key)
             return False
@@ -214,7 +209,7 @@ class ChunkLoader:
         """Fill `out` from the source itself, verify it, and keep a copy in the disk tier."""
         manifest, _, location = cartridge
         file, where = manifest.stored.file, reading.chunk_range(manifest, stored, self._heads)
-        check, started, done = self._check(manifest, stored), time.perf_counter(), 0
+        check, started, done = ChunkCheck(manifest, stored, self._heads), time.perf_counter(), 0
         try:
             self._sources.read_into(location, file, where, out, check.update)
             done = len(out)
@@ -222,7 +217,7 @@ class ChunkLoader:
             raise type(error)(f"cartridge {manifest.name}: chunk {stored}: {error}") from error
         finally:
             self._count(reads=1, failed=int(not done), read_bytes=done, read_seconds=time.perf_counter() - started)
-        self._finish(check, manifest, stored, out, f"{location}/{file}")
+        self._finish(check, out, f"{location}/{file}")
         if disk := self._disk_for(cartridge):
             self._keep(disk, self._copy_key(cartridge, stored), out)
 
@@ -250,20 +245,12 @@ class ChunkLoader:
     def _copy_key(self, cartridge: Cartridge, stored: int) -> CopyKey:
         return CopyKey(cartridge.manifest.digest, stored, self._heads.start, self._heads.stop)
 
-    def _check(self, manifest: Manifest, stored: int) -> ChunkCheck:
-        known = self._finite.get(manifest.digest, 0) >> stored & 1
-        return ChunkCheck(manifest, stored, self._heads, known_finite=bool(known))
-
-    def _finish(self, check: ChunkCheck, manifest: Manifest, stored: int, data: memoryview, where: str) -> None:
+    def _finish(self, check: ChunkCheck, data: memoryview, where: str) -> None:
         try:
             check.finish(data, where)
         except CorruptChunk:
             self._count(corrupt=1)
             raise
-        with self._lock:
-            self._finite[manifest.digest] = self._finite.get(manifest.digest, 0) | 1 << stored
-            while len(self._finite) > _MAX_FINITE:
-                del self._finite[next(iter(self._finite))]
 
 
 class CatalogSource(ChunkSource):

@@ -29,7 +29,6 @@ from lmcache_cartridge.library.workers import Workers, noted
 from lmcache_cartridge.memory import loads
 from lmcache_cartridge.memory.claims import Claim
 from lmcache_cartridge.memory.store import CartridgeStore
-from lmcache_cartridge.sources import disk_cache
 from lmcache_cartridge.sources.disk_cache import DiskCache
 from lmcache_cartridge.sources.s3 import S3Source
 
@@ -60,7 +59,7 @@ AT_START = {
     "copies of manifests": Place(ManifestCache, "fetch"),
 }
 WRITTEN = {
-    "the disk tier": Place(disk_cache.os, "pwrite", True),
+    "the disk tier": Place(DiskCache, "_make_room", True),
     "rows kept for the next start": Place(rows.files, "replace", True),
 }
 NOTE = "a note of a quarantine"
