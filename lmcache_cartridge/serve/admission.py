@@ -42,14 +42,6 @@ logger = init_logger("vllm.lmcache_cartridge.serve.admission")
 _POLL_S = 0.1
 
 
-def served_by(engine: Any, chunk_tokens: int) -> Served | None:
-    """Return what files are imported for; None where the model's files are out of reach."""
-    config = engine.model_config
-    if (directory := model_directory(str(config.model))) is None:
-        return None
-    return Served(str(directory.resolve()), str(config.dtype).removeprefix("torch."), chunk_tokens)
-
-
 class Counted(host_api.Around):
     """vLLM's engine client, for what the server asks itself."""
 
@@ -103,11 +95,14 @@ class Admission:
         self.client = ControlClient(paths)
         ranks = await self.client.ask("numbers")
         chunk_tokens = ranks[0]["chunk_tokens"]
-        self.resolver.imports.served = served_by(engine, chunk_tokens)
         for rank in ranks:
             logger.info("rank %d serves %d cartridges", rank["rank"], rank["served"])
         served = from_plain((await self.client.ask("fingerprint"))[0])
-        self.resolver.model, self.resolver.context = served, engine.model_config.max_model_len
+        config = engine.model_config
+        if directory := model_directory(str(config.model)):
+            dtype = str(config.dtype).removeprefix("torch.")
+            self.resolver.imports.served = Served(str(directory.resolve()), dtype, chunk_tokens, served)
+        self.resolver.model, self.resolver.context = served, config.max_model_len
         asked: Any = Counted(engine)
         asked.admission = self
         self.canaries = Canaries(self.settings, asked, self.client, self.resolve, chunk_tokens, served)

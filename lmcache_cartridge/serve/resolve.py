@@ -415,9 +415,9 @@ class Resolver:
         """Return the artefact that was made of a `.pt` file, or that lies under such a name. Raises `Refusal`."""
         if where == "local":
             path = self._local(reference)
-            return path if path.is_dir() else self.imports.of_file(path, _shown(reference))
+            return path if path.is_dir() else self.imports.of(str(path), _shown(reference))
         self._check_bucket(reference)
-        return self.imports.of_object(reference.id, _shown(reference), force=reference.force_redownload)
+        return self.imports.of(reference.id, _shown(reference), force=reference.force_redownload)
 
 
 def _under(setting: str, places: Sequence[Any]) -> str:

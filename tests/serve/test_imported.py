@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
-from making import make_artifact
+from making import make_artifact, make_fingerprint
 from waiting import Clock
 
 from lmcache_cartridge.artifact import reading
@@ -19,7 +17,7 @@ from lmcache_cartridge.cli.recall import MODEL_DIR
 from lmcache_cartridge.serve import imported
 from lmcache_cartridge.serve.imported import Imports, Served
 from lmcache_cartridge.serve.request import Reference, Refusal, shorten
-from lmcache_cartridge.serve.resolve import NeedsReading, Resolver
+from lmcache_cartridge.serve.resolve import Resolver
 from lmcache_cartridge.settings import from_mapping
 
 _COPY = """
@@ -62,7 +60,7 @@ class Home:
         )
         (path / "model").mkdir()
         make_artifact(path / "model/ready", positions=32, cartridge_id="ready")
-        self.served = Fake(str(path / "model"), "bfloat16", 16)
+        self.served = Fake(str(path / "model"), "bfloat16", 16, make_fingerprint())
         self.clock = Clock()
 
     def resolver(self, served: Served | None = None) -> Resolver:
@@ -104,23 +102,6 @@ def test_a_file_is_imported_once_and_again_when_it_has_changed(home):
     assert home.served.count() == 3, "another engine has another one"
 
 
-def test_a_request_that_may_not_wait_is_told_that_there_is_something_to_read(home):
-    reference = Reference(id=str(home.file("x.pt")))
-    with pytest.raises(NeedsReading):
-        home.resolver().resolve([reference], {})
-    assert home.served.count() == 0
-
-
-def test_a_path_outside_says_which_setting_is_missing_and_not_whether_something_is_there(home):
-    (home.path / "secret.pt").write_text("good")
-    (home.files / "link.pt").symlink_to(home.path / "secret.pt")
-    for path in (home.path / "secret.pt", home.path / "nothing.pt", home.files / "link.pt"):
-        told = f"no cartridge is at {shorten(str(path))!r} under the setting `roots`"
-        assert _refused(home.resolver(), path) == (404, None, told)
-    assert "under the setting `buckets`, which is empty" in _refused(home.resolver(), "s3://b/x.pt")[2]
-    assert home.served.count() == 0
-
-
 def test_what_was_refused_is_not_tried_again_for_a_while_unless_it_changes(home):
     path, resolver = home.file("x.pt", "bad"), home.resolver()
     told = f"{shorten(str(path))!r} cannot be imported: it is bad, like shadow"
@@ -143,27 +124,22 @@ def test_a_child_that_hangs_or_dies_costs_its_own_import(home, what, why, monkey
 
 
 def test_a_child_has_a_limit_of_memory_before_it_loads_anything(home, monkeypatch):
-    resolver = home.resolver(Served(str(MODEL_DIR), "bfloat16", 256))
+    resolver = home.resolver(Served(str(MODEL_DIR), "bfloat16", 256, make_fingerprint()))
     monkeypatch.setattr(imported, "MEMORY_BYTES", 48 << 20)
     assert "the import failed" in _refused(resolver, home.file("x.pt"))[2]
 
 
-def test_however_many_want_a_file_it_is_imported_once(home):
-    resolvers = [home.resolver(), home.resolver()]  # as of two processes
-    path = home.file("x.pt")
-    with ThreadPoolExecutor(8) as pool:
-        names = list(pool.map(lambda number: _ask(resolvers[number % 2], path), range(8)))
-    assert (set(names), home.served.count()) == ({"ready@1"}, 1)
+def test_what_another_process_has_imported_meanwhile_stays(home, monkeypatch):
+    path, resolver, made = home.file("x.pt"), home.resolver(), Imports._import
 
+    def later(*given: Any) -> Path:
+        monkeypatch.setattr(Imports, "_import", made)
+        first.append(home.resolver().find(Reference(id=str(path))).root.stat().st_ino)
+        return made(*given)
 
-def test_a_file_that_would_wait_behind_many_others_is_told_to_come_again(home):
-    resolver, path = home.resolver(), home.file("x.pt")
-    with ExitStack() as others:
-        while resolver.imports._waiting.acquire(blocking=False):
-            others.callback(resolver.imports._waiting.release)
-        assert _refused(resolver, path)[:2] == (503, 5)
-    assert home.served.count() == 0
-    assert _ask(resolver, path) == "ready@1"
+    first: list[int] = []
+    monkeypatch.setattr(Imports, "_import", later)
+    assert [resolver.find(Reference(id=str(path))).root.stat().st_ino] == first
 
 
 def test_a_file_that_changes_while_it_is_imported_is_not_kept(home, monkeypatch):
