@@ -162,7 +162,8 @@ class Exchange:
         """Has contexts made of what is marked, and returns how many leading tokens of the prompt that are."""
         self.headers: dict[bytes, bytes] = {}
         self.is_pending = False
-        """Whether the response does not start yet."""
+        """Whether the response does not start before the next `note`, or its end: what was injected is known with the first
+        token only."""
 
 
 _exchange: ContextVar[Exchange | None] = ContextVar("cartridge_exchange", default=None)
@@ -178,14 +179,11 @@ def path_of(scope: Any) -> str:
     return scope.get("path", "").removeprefix(scope.get("root_path", ""))
 
 
-def note(used: str, *, is_pending: bool = False) -> None:
-    """Send `X-Cartridges: used` with the response of the current request; the last call before it starts counts.
-
-    While the last one `is_pending` the response does not start: what was injected is known with the first token only.
-    """
+def note(used: str) -> None:
+    """Send `X-Cartridges: used` with the response of the current request; the last call before it starts counts."""
     exchange = current()
     exchange.headers[_NAMES.encode()] = used.encode("ascii", "replace")
-    exchange.is_pending = is_pending
+    exchange.is_pending = False
 
 
 def is_noted() -> bool:
@@ -207,7 +205,7 @@ def retry_after(seconds: float | None) -> None:
 class ResponseHeaders:
     """ASGI middleware that sends what `note` and `retry_after` say, and reads no body.
 
-    It holds a response back while the last note is pending, and no other response.
+    It holds a response back while a note is pending, and no other response.
     """
 
     def __init__(self, app: Any) -> None:

@@ -124,11 +124,12 @@ class CartridgeRenderer(Around):
                 engine_input["cache_salt"] = selection.salt(self._own_salt(request), self._admission.secret)
             request.kv_transfer_params = claim.grant(params, len(engine_inputs), self._own_salt(request))
         self._admission.resolver.contexts.used.update(manifest.id for manifest in selection.manifests)
-        is_granted = isinstance(request.kv_transfer_params, Grant)
-        http.note(selection.replaced if claim.is_text else selection.used(), is_pending=is_granted)
         outcome.value = "failed" if not engine_inputs else "document" if claim.is_text else "used"
-        if is_granted:
+        if isinstance(request.kv_transfer_params, Grant):
+            http.current().is_pending = True
             requests().positions.inc(selection.positions * len(engine_inputs))
+        else:
+            http.note(selection.replaced if claim.is_text else selection.used())
         return result
 
     async def _read_marked(
@@ -277,9 +278,10 @@ class GuardedEngine(Around):
         try:
             async with aclosing(self.inner.generate(prompt, params, request_id, **kwargs)) as outputs:
                 async for output in outputs:
-                    if _is_lost(output):
+                    if _is_lost(output, params):
                         break
-                    claim.note(output.num_cached_tokens or 0)
+                    if not _ended(output, "abort"):  # a server that stops answers so, with nothing
+                        claim.note(output.num_cached_tokens or 0)
                     if not begun and not to_the_end:
                         claim.end_prompt()
                     begun = True
@@ -311,7 +313,7 @@ class GuardedEngine(Around):
         prompt = apart(prompt, self._withdrawals.stamp())
         async with aclosing(self.inner.generate(prompt, params, request_id, **kwargs)) as outputs:
             async for output in outputs:
-                if not begun and _is_lost(output) and isinstance(prompt, dict):
+                if not begun and _is_lost(output, params) and isinstance(prompt, dict):
                     break
                 begun = True
                 yield output
@@ -356,9 +358,17 @@ def check_request(request: Any, selection: Selection) -> None:
         raise Refusal(422, "nothing to generate")
 
 
-def _is_lost(output: Any) -> bool:
-    """Whether the engine has ended an answer because it could not load what it had promised."""
-    return any(answer.finish_reason == "error" for answer in output.outputs)
+def _ended(output: Any, reason: str) -> bool:
+    return any(answer.finish_reason == reason for answer in output.outputs)
+
+
+def _is_lost(output: Any, params: Any) -> bool:
+    """Whether the engine has ended an answer because it could not load what it had promised.
+
+    What a grammar has ended comes with the tokens that it does not take, and would end so again.
+    """
+    is_by_grammar = params.structured_outputs and any(answer.token_ids for answer in output.outputs)
+    return _ended(output, "error") and not is_by_grammar
 
 
 @contextmanager

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from blocks import quietly
-from fastapi import FastAPI
 from homes import Home
 from making import make_fingerprint
-from test_http import post
+from test_http import sent
 
 from lmcache_cartridge.engine.client import ControlClient
-from lmcache_cartridge.serve import http
 from lmcache_cartridge.serve.claim import Claim
 from lmcache_cartridge.serve.request import Reference, Router
 from lmcache_cartridge.serve.resolve import Resolver, Selection
@@ -26,7 +25,6 @@ with quietly():
 
     from lmcache_cartridge.engine.host_api import Cached, share, split_cached
     from lmcache_cartridge.serve.adapters import Adapters
-    from lmcache_cartridge.serve.claim import Computed
     from lmcache_cartridge.serve.wrap import CartridgeRenderer, GuardedEngine
 
 
@@ -50,14 +48,15 @@ class _Engine:
         is_first = len(self.prompts) == 1
         try:
             for index, reason in self._events if is_first else [(index, "stop") for index in range(params.n)]:
-                answer = SimpleNamespace(text="token" if is_first else "answer", finish_reason=reason, index=index)
+                text = "token" if is_first else "answer"
+                answer = SimpleNamespace(text=text, finish_reason=reason, index=index, token_ids=[1])
                 yield SimpleNamespace(outputs=[answer], num_cached_tokens=0, prompt_token_ids=ids)
         finally:
             self.ended += 1
 
 
 class _Params(SimpleNamespace):
-    n, seed, extra_args = 1, None, None
+    n, seed, extra_args, structured_outputs = 1, None, None, None
 
     def clone(self) -> _Params:
         return _Params(**vars(self))
@@ -140,42 +139,27 @@ def test_a_client_that_leaves_in_an_answer_leaves_no_claim(home, kind):
     asyncio.run(leave())
 
 
+def test_what_a_grammar_has_ended_is_vllms_to_tell_and_is_not_asked_for_again(home):
+    """vLLM ends an answer so whose tokens its grammar does not take (`Unexpected: grammar rejected tokens`)."""
+    engine = _Engine(LOST)
+    assert _guarded(home, "trained", engine, {}, document=False, structured_outputs=True) == [(0, "token")]
+    assert len(engine.prompts) == 1
+
+
+@pytest.mark.parametrize(("reason", "count"), [("abort", 0), ("stop", 1)])
+def test_an_answer_that_the_server_ends_as_it_stops_is_not_said_to_be_of_a_cartridge(home, monkeypatch, reason, count):
+    noted: list[int] = []
+    monkeypatch.setattr(Claim, "note", lambda claim, cached: noted.append(cached))
+    _guarded(home, "prefill", _Engine((0, reason)), {}, document=False)
+    assert len(noted) == count
+
+
 def test_an_adapter_that_came_in_the_place_of_the_claims_is_not_asked(home):
     claim, engine = _Noted(_selection(home, "prefill")), _Engine()
     answer = _guard(engine).generate({"prompt_token_ids": [1]}, claim.params(), "r", lora_request=LORA)
     with pytest.raises(GracefulHTTPError, match="ask again"):
         asyncio.run(anext(answer))
     assert (claim.was_released, engine.prompts) == (True, [])
-
-
-@pytest.mark.parametrize("transfer", [None, Computed({})])
-def test_nothing_is_found_of_what_an_adapter_computed_before_its_name_was_loaded_again(tmp_path, transfer):
-    """vLLM and LMCache know an adapter by its name and path (vLLM 0.33)."""
-    salts: list[str | None] = []
-
-    class Engine(_Engine):
-        async def add_lora(self, lora_request: Any) -> None:
-            """Load what is there now."""
-
-        async def generate(self, prompt: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-            salts.append(prompt.get("cache_salt"))
-            async for output in super().generate(prompt, *args, **kwargs):
-                yield output
-
-    async def asked() -> None:
-        guard, prompt = _guard(Engine(), home=tmp_path), {"prompt_token_ids": [1, 2], "cache_salt": "mine"}
-        params = _Params(extra_args={"kv_transfer_params": transfer} if transfer else None)
-        for is_loaded in (False, False, True, False, True):
-            if is_loaded:
-                await guard.add_lora(LORA)
-            for adapter in (LORA, None):
-                async for _ in guard.generate(prompt, params, "r", lora_request=adapter):
-                    pass
-
-    asyncio.run(asked())
-    first, again, second, same, third = salts[::2]
-    assert (first, second) == (again, same) and len({first, second, third}) == 3
-    assert {*salts[1::2]} == {"mine"}, "the base model is what it was"
 
 
 @pytest.mark.parametrize(
@@ -203,25 +187,11 @@ def test_beam_search_is_refused_to_who_wants_nothing_injected_too():
         asyncio.run(CartridgeRenderer(None, admission).render_completion(request))
 
 
-def _posted(answer: Any) -> dict[str, str]:
-    """Have a request answered by a coroutine; return the headers of the response."""
-    app = FastAPI()
-    app.add_middleware(http.ResponseHeaders)
-    app.post("/")(answer)
-    reply = post(app, "/")
-    assert reply.status_code == 200
-    return reply.headers
-
-
 def test_the_header_says_of_each_cartridge_what_was_injected_in_the_prompt_with_the_least(home):
-    selection = _selection(home, "prefill", "prefill")
-
-    async def answer() -> None:
-        claim = _Noted(selection)
-        for of_a_prompt in (40, 20, 40):
-            claim.note(of_a_prompt)
-
-    assert _posted(answer)["x-cartridges"] == "c0@1;positions=16;injected=16, c1@1;positions=24;injected=4"
+    claim = _Noted(_selection(home, "prefill", "prefill"))
+    start = {"type": "http.response.start", "status": 200}
+    told, *_ = sent(*(partial(claim.note, cached) for cached in (40, 20, 40)), start)[3:]
+    assert told[b"x-cartridges"] == b"c0@1;positions=16;injected=16, c1@1;positions=24;injected=4"
 
 
 def _cached(tokens: int, external: int) -> Cached:
