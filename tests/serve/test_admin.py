@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
 from unittest.mock import Mock
 
 import httpx
 import pytest
 from homes import read
-from rich.console import Console
 from watching import CHUNK, Watched, serving
 
-from lmcache_cartridge.cli import top
 from lmcache_cartridge.errors import CartridgeExists, ManifestError, SourceTimeout
 from lmcache_cartridge.library.registry import Registry
-from lmcache_cartridge.serve import admin
 from lmcache_cartridge.serve.contexts import Context, Contexts
 
 NAMES = ["a@1", "b@1", "c@1", "d@1", "e@1"]
@@ -74,11 +70,6 @@ def test_a_page_tells_nothing_of_others_contexts_not_even_where_it_ends(watched,
     ]  # fmt: skip
 
 
-def test_a_query_that_makes_no_sense_is_the_clients_fault(url):
-    for query in ("limit=0", "limit=1001", "limit=x", "active=x", f"after={'a' * 1025}"):
-        assert httpx.get(f"{url}/v1/cartridges?{query}").status_code == 422
-
-
 def test_active_are_those_of_which_something_is_held_wherever_they_stand_in_the_list(watched, url):
     digests = _digests(watched)
     claims = [store.claim(digests["d"], {}) for store in watched.stores]
@@ -109,20 +100,6 @@ def test_why_the_registry_cannot_be_read_is_answered_and_logged(watched, url, vl
         assert "file is not a database" in reply.text and str(path.parent) not in reply.text
         assert f"{path}: file is not a database" in vllm_log.text
         vllm_log.clear()
-
-
-def test_top_shows_what_is_active_beyond_the_first_page(watched, monkeypatch):
-    monkeypatch.setattr(admin, "_PAGE_ROWS", 2)
-    digest = _digests(watched)["d"]
-    watched.stores[0].pin(digest)
-    with serving(watched) as url:
-        numbers, cartridges = top.read(url)
-    watched.stores[0].unpin(digest)
-    shown = [row["id"] for row in cartridges or ()]
-    assert shown == ["d"], "the first page has two others"
-    console = Console(file=io.StringIO(), width=80)
-    console.print(top.draw(url, {"numbers": numbers, "rates": None, "cartridges": cartridges}))
-    assert f"and {6 - len(shown)} more" in console.file.getvalue()
 
 
 @pytest.mark.parametrize("action", ["pin", "explode"])

@@ -25,7 +25,7 @@ def clock():
     return Clock()
 
 
-def served(drain: Drain, *, asked: Any = (), let_go: Any = None) -> FastAPI:
+def served(drain: Drain, *, asked: threading.Semaphore, let_go: threading.Event) -> FastAPI:
     """Return a server whose completions say that they were asked, and wait until they are let go."""
     app = FastAPI()
     app.add_middleware(DrainGate, drain=drain)
@@ -42,10 +42,10 @@ def served(drain: Drain, *, asked: Any = (), let_go: Any = None) -> FastAPI:
     return app
 
 
-def test_it_is_unhealthy_at_once_and_refuses_after_the_grace(clock):
-    drain = Drain(10, clock)
+def test_it_is_unhealthy_at_once_refuses_after_the_grace_and_waits_for_what_runs(clock):
+    drain, asked, let_go = Drain(10, clock), threading.Semaphore(0), threading.Event()
     with (
-        listening(served(drain)) as url,
+        listening(served(drain, asked=asked, let_go=let_go)) as url,
         httpx.Client(base_url=url, timeout=60) as client,
         ThreadPoolExecutor() as pool,
     ):
@@ -54,7 +54,9 @@ def test_it_is_unhealthy_at_once_and_refuses_after_the_grace(clock):
             return [client.get("/health").status_code, client.post("/v1/completions").status_code]
 
         assert statuses() == [200, 200]
-        pool.submit(drain.wait, 60)
+        answer = pool.submit(httpx.post, f"{url}/v1/completions?held=true", timeout=60)
+        assert asked.acquire(timeout=60)
+        ending = pool.submit(drain.wait, 600)
         until(lambda: drain.is_draining)
         assert statuses() == [503, 200]
         clock.move(10)
@@ -65,17 +67,6 @@ def test_it_is_unhealthy_at_once_and_refuses_after_the_grace(clock):
         told = {"retry-after": "1", "x-should-retry": "true", "x-cartridges-draining": "true",
                 "x-envoy-immediate-health-check-fail": "true"}  # fmt: skip
         assert told.items() <= dict(refusal.headers).items()
-
-
-def test_what_runs_is_counted_finished_and_waited_for(clock):
-    drain, asked, let_go = Drain(10, clock), threading.Semaphore(0), threading.Event()
-    with listening(served(drain, asked=asked, let_go=let_go)) as url, ThreadPoolExecutor(2) as pool:
-        answer = pool.submit(httpx.post, f"{url}/v1/completions?held=true", timeout=60)
-        assert asked.acquire(timeout=60)
-        ending = pool.submit(drain.wait, 600)
-        until(lambda: drain.is_draining)
-        clock.move(10)
-        assert httpx.post(f"{url}/v1/completions").status_code == 503
         assert not ending.done()
         let_go.set()
         ending.result(60)

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from blocks import quietly
@@ -140,18 +141,26 @@ def test_as_many_as_there_is_room_for_are_begun_however_many_are_posted_at_once(
     assert maker.table.run("SELECT count(*) FROM contexts") == [(3,)]
 
 
-def test_what_is_posted_again_while_it_is_made_is_kept_as_was_said_last(settings, monkeypatch):
-    async def computed(*_: Any) -> AsyncIterator[bytes]:
-        await posted_again.wait()
-        yield bytes(16 * make_fingerprint().token_bytes)
+@pytest.fixture
+def computing(settings, monkeypatch):
+    """Return a function that makes a maker which has KV of 16 tokens once it may go on; it awaits `ask` when the KV is there."""
 
-    async def none(*_: Any) -> None:
-        pass
+    def computing(ask: Any, may_go_on: Any) -> Maker:
+        async def computed(*_: Any) -> AsyncIterator[bytes]:
+            await may_go_on()
+            yield bytes(16 * make_fingerprint().token_bytes)
 
-    monkeypatch.setattr(making, "kv_of", computed)
-    monkeypatch.setattr(making, "canary", none)
-    maker = maker_of(settings, client=SimpleNamespace(ask=none), canaries=SimpleNamespace(check=none))
+        monkeypatch.setattr(making, "kv_of", computed)
+        monkeypatch.setattr(making, "canary", AsyncMock(return_value=None))
+        canaries = SimpleNamespace(check=AsyncMock(return_value=None))
+        return maker_of(settings, client=SimpleNamespace(ask=ask), canaries=canaries)
+
+    return computing
+
+
+def test_what_is_posted_again_while_it_is_made_is_kept_as_was_said_last(settings, computing):
     posted_again, prefix = asyncio.Event(), Prefix([1] * 16)
+    maker = computing(AsyncMock(), posted_again.wait)
 
     async def posted() -> list[Context]:
         first = asyncio.create_task(maker.post(prefix, Posted(labels=["one"]), ""))
@@ -167,19 +176,11 @@ def test_what_is_posted_again_while_it_is_made_is_kept_as_was_said_last(settings
     assert Registry(settings.registry_path).labels() == {"two": f"{last.id}@1"}
 
 
-def test_what_another_removed_while_it_was_made_is_nowhere(settings, monkeypatch):
-    async def computed(*_: Any) -> AsyncIterator[bytes]:
-        yield bytes(16 * make_fingerprint().token_bytes)
-
-    async def none(*_: Any) -> None:
-        pass
-
+def test_what_another_removed_while_it_was_made_is_nowhere(settings, computing):
     async def refresh(*_: Any) -> None:
         maker.table.run("DELETE FROM contexts")
 
-    monkeypatch.setattr(making, "kv_of", computed)
-    monkeypatch.setattr(making, "canary", none)
-    maker = maker_of(settings, client=SimpleNamespace(ask=refresh), canaries=SimpleNamespace(check=none))
+    maker = computing(refresh, AsyncMock())
     with pytest.raises(Refusal, match="took too long and was removed") as refused:
         asyncio.run(maker.post(Prefix([1] * 16), Posted(), ""))
     assert refused.value.status == 503 and refused.value.retry_after_s

@@ -20,7 +20,7 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from waiting import until
-from watching import CHUNK_BYTES, CPU_CHUNKS, DEVICE_CHUNKS, DISK_CHUNKS, Watched, value
+from watching import Watched, value
 
 from lmcache_cartridge.serve import metrics
 from lmcache_cartridge.serve.launch import plan
@@ -48,24 +48,6 @@ def _values(text: str, *names: str, **labels: str) -> list[float | None]:
 
 
 # Stores.
-
-
-def test_hits_misses_loads_and_bytes_are_what_was_asked_of_each_tier(watched):
-    watched.look_up(watched.make("a"), "a")  # four whole chunks
-    for rank in "01":  # it is filled in the background, by chunks that are lent
-        until(lambda rank=rank: watched.value("promoted_total", tier="device", rank=rank) == 4)
-        until(lambda rank=rank: watched.value("held_chunks", tier="cpu", rank=rank) == 0)
-    text = watched.exposition()
-    told = {
-        "cpu": {"resident_bytes": 4 * CHUNK_BYTES, "budget_bytes": CPU_CHUNKS * CHUNK_BYTES, "evicted_total": 0}
-        | dict.fromkeys(("misses_total", "promoted_total", "resident_chunks"), 4),
-        "device": {"budget_bytes": DEVICE_CHUNKS * CHUNK_BYTES},
-        "disk": {"misses_total": 4, "budget_bytes": DISK_CHUNKS * CHUNK_BYTES},
-        "source": {"reads_total": 4, "read_bytes_total": 4 * CHUNK_BYTES},
-    }  # fmt: skip
-    for rank in "01":
-        for tier, expected in told.items():
-            assert {name: value(text, name, tier=tier, rank=rank) for name in expected} == expected
 
 
 @pytest.mark.parametrize("watched", [False], indirect=True, ids=["without device"])
@@ -137,14 +119,6 @@ def test_requests_are_counted_once_by_how_they_end():
             ended.value = "used"
             raise error
     assert counted() == {"used": 2, "document": 1, "refused_404": 1, "failed": 1, "abandoned": 1}
-
-
-def test_a_wait_is_measured_whatever_comes_of_it():
-    requests = RequestMetrics(registry := CollectorRegistry())
-    with pytest.raises(KeyError), requests.wait():
-        raise KeyError
-    told = generate_latest(registry).decode()
-    assert _values(told, "waiting_requests", "request_wait_seconds_count") == [0, 1]
 
 
 # Several API servers of one engine.

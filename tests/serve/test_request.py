@@ -25,7 +25,7 @@ from lmcache_cartridge.serve.request import (
     read_references,
     without_paths,
 )
-from lmcache_cartridge.serve.resolve import NeedsReading, Resolver, Selection
+from lmcache_cartridge.serve.resolve import Resolver, Selection
 from lmcache_cartridge.settings import from_mapping
 
 SHAPE = make_fingerprint(pairing="half")
@@ -183,25 +183,6 @@ def test_an_id_means_an_older_version_for_a_moment_after_the_engine_refused_the_
     clock.move(60)
     resolver.pass_over(oldest)
     assert resolve(resolver, "trained").names == "trained@2", "the engine is asked again"
-
-
-def test_what_is_pushed_over_a_served_prefix_and_registered_elsewhere_is_served(
-    home, s3_credentials, bucket, tmp_path, monkeypatch
-):
-    monkeypatch.setattr("lmcache_cartridge.serve.resolve._REPLACED_S", 0.0)
-    location, resolver = f"s3://{bucket}/h", home.resolver(s3_endpoint_url=s3_credentials.endpoint)
-    copies = ManifestCache(tmp_path / "elsewhere", resolver.sources)
-    for version in (1, 2):
-        root = tmp_path / str(version)
-        made = make_artifact(root, positions=32, cartridge_id="h", version=version, seed=version)
-        for file in root.iterdir():
-            s3_credentials.client.upload_file(str(file), bucket, f"h/{file.name}")
-        home.registry.register(copies.fetch(location, force=True), location)
-        with pytest.raises(NeedsReading):
-            resolver.resolve([Reference(id="h")], {})
-        assert resolve(resolver, "h").tag == made.manifest.digest
-        assert resolver.resolve([Reference(id="h")], {}).names == f"h@{version}"
-    assert refused(resolve, resolver, "h@1")[0] == 422
 
 
 def test_a_damaged_copy_of_what_lies_on_s3_is_made_again(home, s3_credentials, bucket, tmp_path, monkeypatch):
