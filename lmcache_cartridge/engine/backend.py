@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -125,7 +126,8 @@ class CartridgeBackend(StoragePluginInterface):
         try:
             if keys and self.store is not None:
                 # LMCache asks for the chunks of one request, and a request has one set of tags.
-                found = self.store.lend_run([key.chunk_hash for key in keys], _tag(keys[0]), self._over)
+                loans = self.store.lend_run([key.chunk_hash for key in keys], _tag(keys[0]))
+                found = [*map(self._over, loans)]
         except Exception:
             found = _failed([])
         return found + [None] * (len(keys) - len(found))
@@ -176,7 +178,7 @@ def _failed(answer: Any) -> Any:
     return answer
 
 
-def memory_objects(shape: ChunkShape) -> Callable[[torch.Tensor, Callable[[], None]], MemoryObj]:
+def memory_objects(shape: ChunkShape) -> Callable[[Any], MemoryObj]:
     """Return what makes a memory object over the bytes of a loan, LMCache's to release, which ends the loan. Copies nothing.
 
     A fresh one for each hold: LMCache counts references in it.
@@ -184,16 +186,17 @@ def memory_objects(shape: ChunkShape) -> Callable[[torch.Tensor, Callable[[], No
     size = torch.Size([2 * shape.heads, shape.layers, shape.tokens, shape.head_size])
     dtype = HELD[shape.dtype]
 
-    def over(data: torch.Tensor, end: Callable[[], None]) -> MemoryObj:
+    def over(loan: Any) -> MemoryObj:
+        data = loan.bytes
         metadata = MemoryObjMetadata(
             size, dtype, data.data_ptr(), shape.size_bytes, ref_count=1, fmt=MemoryFormat.KV_2LTD, shapes=[size],
             dtypes=[dtype],
         )  # fmt: skip
         made = CartridgeMemory(data, metadata, _LENDER)
-        made.end_loan = end
+        made.end_loan = loan.close
         return made
 
-    over(torch.empty(0, dtype=torch.uint8), lambda: None)  # else found by a request, where LMCache's have changed
+    over(SimpleNamespace(bytes=torch.empty(0), close=lambda: None))  # else found by a request, where LMCache's have changed
     return over
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Literal, NamedTuple, Self
 
@@ -13,14 +12,11 @@ import torch
 from ..errors import CartridgeError, ModelMismatch
 from ..library.index import ChunkKey
 
-Make = Callable[[torch.Tensor, Callable[[], None]], Any]
-"""Makes something of a chunk's resident bytes and of what ends the hold on it."""
-
 
 class Entry:
     """The one record of a chunk that is in memory or on its way there. Tier and loading threads change it under their lock."""
 
-    __slots__ = ("bytes", "error", "holds", "key", "leases", "left", "reads", "room", "state")
+    __slots__ = ("bytes", "error", "holds", "is_begun", "key", "leases", "left", "room", "state")
 
     def __init__(self, key: ChunkKey, slot: torch.Tensor) -> None:
         self.key, self.bytes = key, slot
@@ -31,15 +27,9 @@ class Entry:
         self.leases: list[Lease] = []
         """Those of its holds that are leases, the oldest first."""
         self.room = slot
-        """Where its pieces are put together while it is loaded."""
-        self.reads: list[Read] = []
-        """What has to be read for it, once that is known."""
-        self.left = 0
-        """How many of them are not done."""
-
-    def forget_reads(self) -> None:
-        """Give back what loading it took: the room, which is as large as the chunk, and the reads."""
-        self.room, self.reads = self.bytes, []
+        """Where its pieces are put together while it is loaded; its own memory, or as much as that."""
+        self.left, self.is_begun = 0, False
+        """How many of them are not read, and whether a thread has begun with one."""
 
     def is_idle(self) -> bool:
         """Whether it can be evicted."""
@@ -47,7 +37,7 @@ class Entry:
 
     def is_unwanted(self) -> bool:
         """Whether nobody holds it and no thread has begun to read for it."""
-        return not self.holds and not any(read.begun for read in self.reads)
+        return not self.holds and not self.is_begun
 
     def lease(self, plain: bool) -> Lease | None:
         """Return its oldest lease of a lookup that did, or did not, name cartridges; None without one."""
@@ -57,13 +47,12 @@ class Entry:
 class Read:
     """A piece that is to be read, and the chunks that wait for it."""
 
-    __slots__ = ("at", "begun", "future", "wanted")
+    __slots__ = ("at", "is_begun", "wanted")
 
     def __init__(self, at: ChunkKey) -> None:
-        self.at, self.begun = at, False
+        self.at, self.is_begun = at, False
         self.wanted: list[tuple[Entry, Any]] = []
         """Each with what the piece is of it."""
-        self.future: Future[None]
 
 
 class Lease:

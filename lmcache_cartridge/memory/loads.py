@@ -6,7 +6,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -125,12 +124,7 @@ class LoadThreads:
     def take_back(self, entry: Entry) -> None:
         """Forget a chunk that no thread has begun to read for; `loaded` is not called. `lock` has been held since."""
         del self._loading[entry.key]
-        for read in set(entry.reads):  # a chain of one short cartridge twice wants a piece twice
-            read.wanted = [wanted for wanted in read.wanted if wanted[0] is not entry]
-            if not read.wanted:
-                read.future.cancel()
-                del self._reads[read.at]
-        entry.forget_reads()
+        entry.room = entry.bytes
 
     def relieve(self) -> None:
         """Put other threads in the place of those that are stalled, for all cartridges but theirs. Does not wait.
@@ -146,8 +140,8 @@ class LoadThreads:
             workers.close(STALLED_S)
         self._end(self.loading(), CartridgeError("this engine stops"))
 
-    def _begin(self, digest: str, job: Callable[[], None]) -> Future[None]:
-        return self._workers[-self._is_slow(digest)].submit(object(), lambda: go_on(job), (digest,))
+    def _begin(self, digest: str, job: Callable[[], None]) -> None:
+        self._workers[-self._is_slow(digest)].submit(object(), lambda: go_on(job), (digest,))
 
     def _plan(self, entries: Sequence[Entry]) -> None:
         planned = []
@@ -158,25 +152,32 @@ class LoadThreads:
                 self._end([entry], _as_error(entry.key, caught))
         with self._lock:  # for all, so that what several are made of is not read before all want it
             for entry, pieces in planned:
-                if self._loading.get(entry.key) is entry:  # else it was taken back
+                if self._is_loading(entry):  # else it was taken back
                     entry.left = len(pieces)
                     for piece in pieces:
                         self._want(entry, piece)
+
+    def _is_loading(self, entry: Entry) -> bool:
+        return self._loading.get(entry.key) is entry
 
     def _want(self, entry: Entry, piece: Piece) -> None:
         read = self._reads.get(piece.at)
         if read is None:
             read = self._reads[piece.at] = Read(piece.at)
-            read.future = self._begin(piece.at.digest, partial(self._read, read))
+            self._begin(piece.at.digest, partial(self._read, read))
         read.wanted.append((entry, piece))
-        entry.reads.append(read)
+        entry.is_begun |= read.is_begun
 
     def _read(self, read: Read) -> None:
         started, data, error = time.perf_counter(), None, None
         with self._lock:
-            if not read.wanted:
-                return  # it was taken back
-            read.begun = True
+            read.is_begun = True
+            read.wanted = [wanted for wanted in read.wanted if self._is_loading(wanted[0])]
+            if not read.wanted:  # all were taken back
+                del self._reads[read.at]
+                return
+            for entry, _ in read.wanted:
+                entry.is_begun = True
             rooms = [entry.room for entry, piece in read.wanted if piece.where is None]
         try:
             data = self._source.read(read.at, next(iter(rooms), None))
@@ -202,10 +203,10 @@ class LoadThreads:
     def _end(self, entries: Sequence[Entry], error: CartridgeError | None = None) -> None:
         """Tell of chunks that are loaded, or could not be; not of those that were taken back or told of."""
         with self._lock:
-            entries = [entry for entry in entries if self._loading.get(entry.key) is entry]
+            entries = list(filter(self._is_loading, entries))
             for entry in entries:
                 del self._loading[entry.key]
-                entry.forget_reads()
+                entry.room = entry.bytes
                 entry.error = entry.error or error
                 if entry.error is not None:
                     logger.warning("chunk %d of %s was not loaded: %s", *reversed(entry.key), entry.error)

@@ -30,7 +30,7 @@ from . import tiles
 from .claims import Background, Claim
 from .described import Engine
 from .device import Promotions, device_bytes
-from .holds import Make, Readiness, Reservation
+from .holds import Hold, Readiness, Reservation
 from .layout import ChunkShape, rank_heads
 from .loader import CatalogSource, ChunkLoader
 from .tier import MemoryTier
@@ -150,25 +150,25 @@ class CartridgeStore:
         keys = self._leading(hashes, tag)
         return max(tier.resident(keys) for tier in self._memory.values())
 
-    def lend(self, chunk_hash: int, tag: str | None = None) -> Any:
+    def lend(self, chunk_hash: int, tag: str | None = None) -> Hold | None:
         """Return a loan of one chunk, the caller's to close, or None if it cannot be had; see `lend_run`."""
         return next(iter(self.lend_run((chunk_hash,), tag)), None)
 
-    def lend_run(self, hashes: Sequence[int], tag: str | None = None, make: Make | None = None) -> list[Any]:
+    def lend_run(self, hashes: Sequence[int], tag: str | None = None) -> list[Hold]:
         """Lend one chunk after the other until one cannot be had; return the loans, the caller's to close.
 
         They are the chunks that a lookup leased; without one, those that it could find now. One that is not resident any
         more is loaded again, waiting up to `lookup_timeout_s`.
         """
-        loans: list[Any] = []
+        loans: list[Hold] = []
         keys = self._promised(hashes, tag)
         if not self._note(keys, tag):
             return loans
         while rest := keys[len(loans) :]:
-            more = next(filter(None, (tier.lend(rest, make) for tier in self._memory.values())), [])
+            more = next(filter(None, (tier.lend(rest) for tier in self._memory.values())), [])
             found = self.trust.may_answer(rest[0].digest) if tag is None else self._catalog.derive(tag) is not None
             if not more and found:
-                more = self.cpu.load(rest[:1], self._settings.lookup_timeout_s, make)
+                more = self.cpu.load(rest[:1], self._settings.lookup_timeout_s)
             if not more:
                 break
             loans += more

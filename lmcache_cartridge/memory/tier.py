@@ -20,7 +20,7 @@ import torch
 
 from ..errors import OverBudget
 from ..library.index import ChunkKey
-from .holds import Entry, Hold, Lease, Make, Readiness, Reservation
+from .holds import Entry, Hold, Lease, Readiness, Reservation
 from .loads import ChunkSource, LoadThreads
 from .replacement import Replacement, count_digests
 from .slab import slab
@@ -79,10 +79,9 @@ class MemoryTier:
                 f"a budget of {budget_bytes} bytes holds no chunk of {slot_bytes} bytes; raise cpu_bytes to at least "
                 f"{slot_bytes}, better to the size of the cartridges in use"
             )
-        self._memory = slab(self.budget_bytes, device, pin_memory=pin_memory)  # equal slots, so nothing fragments
-        self._unused = iter(range(0, self.budget_bytes, slot_bytes))
-        self._free: list[torch.Tensor] = []
-        """Slots that were given back, as views: to make one costs more than the rest of a hit."""
+        memory = slab(self.budget_bytes, device, pin_memory=pin_memory)
+        self._free = list(memory.split(slot_bytes))[::-1]
+        """Equal slots, so nothing fragments; as views, since to make one costs more than the rest of a hit."""
         self._lease_s, self.clock = lease_s, clock
         self._entries: dict[ChunkKey, Entry] = {}
         self._cartridges: OrderedDict[str, dict[int, Entry]] = OrderedDict()
@@ -136,24 +135,20 @@ class MemoryTier:
         """Whether all of these were leased for prompts that name no cartridge; no side effects."""
         return all((entry := self._entries.get(key)) is not None and entry.lease(True) for key in keys)
 
-    def lend(self, keys: Sequence[ChunkKey], make: Make | None = None) -> list[Any]:
-        """Return a hold on each of the longest leading run of `keys` that is resident, or what `make` makes of it.
-
-        They are the caller's to close.
-        """
+    def lend(self, keys: Sequence[ChunkKey]) -> list[Hold]:
+        """Return a hold on each of the longest leading run of `keys` that is resident, the caller's to close."""
         with self._lock:
             self._settle()
             run: list[Any] = list(takewhile(_is_resident, map(self._entries.get, keys)))
             self._keep(run)
             self._lent += len(run)
-        holds = [Hold(self._repaid, (entry,)) for entry in run]
-        return holds if make is None else [make(hold.bytes, hold.close) for hold in holds]
+        return [Hold(self._repaid, (entry,)) for entry in run]
 
-    def load(self, keys: Sequence[ChunkKey], timeout_s: float, make: Make | None = None) -> list[Any]:
+    def load(self, keys: Sequence[ChunkKey], timeout_s: float) -> list[Hold]:
         """Do `lend` with what is resident within `timeout_s`, loaded first if need be."""
         with self._lock:
             run = self._keep_run(keys, timeout_s)
-            lent = self.lend(keys, make)
+            lent = self.lend(keys)
             self._let_go(run)
         return lent
 
@@ -355,8 +350,6 @@ class MemoryTier:
 
     def _take_slot(self, victims: Iterator[Entry]) -> torch.Tensor | None:
         """Return a free slot, that of a victim if need be; None where there is none."""
-        if not self._free and (start := next(self._unused, None)) is not None:
-            return self._memory[start : start + self.slot_bytes]
         if not self._free:
             self._expire()
             self._drop(*islice(victims, 1))

@@ -6,7 +6,6 @@ import math
 import random
 import re
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, CancelledError, wait
 from contextlib import contextmanager
@@ -54,8 +53,8 @@ class S3Source:
         """A request may fail `attempts` times in a row; it waits `backoff_s`, twice that and so on, less a random part."""
         self._server, self._connections, self._part_bytes = (endpoint_url, region), connections, part_bytes
         self.timeout_s, self.attempts, self.backoff_s = timeout_s, attempts, backoff_s
-        self.threads, self.progress = Workers("s3", connections, begin=use_all_cores, stalled_s=math.inf), _Progress()
-        self._lock, self._closed = threading.Lock(), False
+        self.threads, self.came_bytes = Workers("s3", connections, begin=use_all_cores, stalled_s=math.inf), 0
+        self.counting, self._lock, self._closed = threading.Lock(), threading.Lock(), False
         self._clients: dict[str, Any] = {}
 
     def read_into(self, location: str, file: str, where: ByteRange, out: memoryview, seen: Seen | None = None) -> None:
@@ -204,20 +203,6 @@ def _read_small(call: _Call, limit_bytes: int, known: str | None) -> SmallFile |
     return SmallFile(bytes(data), response.get("ETag", ""))
 
 
-class _Progress:
-    """When reads last went on: `_LEAST_BYTES` came, or a task began or ended. Safe from any thread."""
-
-    def __init__(self) -> None:
-        self.at_s, self._bytes, self._lock = time.monotonic(), 0, threading.Lock()
-
-    def add(self, size_bytes: int = _LEAST_BYTES) -> None:
-        """Note that so many bytes came."""
-        with self._lock:
-            self._bytes += size_bytes
-            if self._bytes >= _LEAST_BYTES:
-                self.at_s, self._bytes = time.monotonic(), 0
-
-
 class _Transient(SourceError):
     """A request failed in a way that may pass."""
 
@@ -229,13 +214,13 @@ class _CallEnded(CartridgeError):
 class _Call:
     """One read: its deadline, its retries, and that its buffers are not written to after it ended.
 
-    It ends `timeout_s` after it last went on, so one over a slow link that it shares takes as long as that needs. Until
-    the first of its tasks has a thread it waits for others, as long as they go on; the next follow that one.
+    It ends where too little comes within `timeout_s`, so one over a slow link that it shares takes as long as that needs.
+    Until the first of its tasks has a thread it waits for others, as long as they go on; the next follow that one.
     """
 
     def __init__(self, name: str, client: Any, target: dict[str, str], source: S3Source) -> None:
         self.name, self.client, self.target, self._source = name, client, target, source
-        self._progress, self._has_begun = _Progress(), False
+        self._came_bytes = 0  # as the source's, until a task has a thread
         self._ended, self._lock = threading.Event(), threading.Lock()
         self._last: Exception | None = None
 
@@ -244,12 +229,13 @@ class _Call:
         futures = [self._source.threads.submit(object(), partial(self._work, task)) for task in tasks]
         try:
             while True:
-                done, waiting = wait(futures, max(0.0, self._left_s()), FIRST_EXCEPTION)
+                before = self._came_bytes or self._source.came_bytes
+                done, waiting = wait(futures, self._source.timeout_s, FIRST_EXCEPTION)
                 for future in done:
                     future.result()
                 if not waiting:
                     return [future.result() for future in futures]
-                if self._left_s() <= 0:
+                if (self._came_bytes or self._source.came_bytes) < before + _LEAST_BYTES:
                     raise SourceTimeout(
                         f"{self.name} was not read: less than {_LEAST_BYTES >> 10} KiB came within s3_timeout_s, "
                         f"{self._source.timeout_s:g} s" + (f"; last: {self._last}" if self._last else "")
@@ -263,23 +249,19 @@ class _Call:
                 future.cancel()
 
     def _work(self, task: Callable[[], T]) -> T:
-        self._has_begun = True
-        self._progress.add()
+        self._came_bytes = self._came_bytes or self._source.came_bytes
+        self.came(_LEAST_BYTES)  # so much is a task worth that begins or ends
         result = task()
-        self._progress.add()
-        self._source.progress.add()
+        self.came(_LEAST_BYTES)
         return result
-
-    def _left_s(self) -> float:
-        at_s = self._progress.at_s if self._has_begun else max(self._progress.at_s, self._source.progress.at_s)
-        return at_s + self._source.timeout_s - time.monotonic()
 
     def came(self, size_bytes: int) -> None:
         """Note that bytes came. Raises `_CallEnded` if the call has ended."""
         if self._ended.is_set():
             raise _CallEnded
-        self._progress.add(size_bytes)
-        self._source.progress.add(size_bytes)
+        with self._source.counting:
+            self._came_bytes += size_bytes
+            self._source.came_bytes += size_bytes
 
     def write(self, out: memoryview, data: bytes) -> None:
         """Copy to a part of the caller's buffer, which is the caller's alone once the call has ended."""

@@ -7,7 +7,6 @@ import time
 
 import msgspec
 import pytest
-import torch
 from homes import STILL, Home, claimed, read
 from making import Made, make_fingerprint, make_rope, sha256_hasher
 from waiting import run_threads, until
@@ -198,17 +197,6 @@ def chain_of_two(home):
     first = home.make("first", positions=24, seed=1, fingerprint=shape)
     last = home.make("last", kind="trained", positions=32, seed=2, fingerprint=shape)
     return first, last, shape, f"{first.digest}.{last.digest}"
-
-
-def test_a_chain_that_ends_in_a_trained_cartridge_has_its_tail(home, chain_of_two):
-    _, last, shape, tag = chain_of_two
-    store = home.open(fingerprint=shape, settings=STILL)
-    claim = claimed(store, tag)
-    assert claim.poll().chunks == 4
-    keys, values = store.tail(tag)
-    assert torch.equal(values, last.kv[1, :, 24:])
-    assert not torch.equal(keys, last.kv[0, :, 24:]), "they are rotated"
-    claim.close()
 
 
 def test_nobody_waits_while_a_new_chain_is_hashed(home, chain_of_two, monkeypatch):

@@ -12,7 +12,7 @@ import torch
 from chunks import in_int8, served
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from making import flip_bit, make_artifact, make_fingerprint, make_kv, make_rope
+from making import make_artifact, make_fingerprint, make_kv, make_rope
 
 from lmcache_cartridge.artifact.cartridge import Cartridge, Segment
 from lmcache_cartridge.artifact.check import checksum
@@ -20,7 +20,7 @@ from lmcache_cartridge.artifact.int8 import record
 from lmcache_cartridge.artifact.manifest import Manifest, content_digest
 from lmcache_cartridge.artifact.manifest import decode as decode_manifest
 from lmcache_cartridge.artifact.reading import PAYLOAD, chunk_range, verify
-from lmcache_cartridge.errors import CorruptChunk, NonFiniteKV
+from lmcache_cartridge.errors import NonFiniteKV
 from lmcache_cartridge.memory.codec import encode
 from lmcache_cartridge.memory.layout import DTYPES, to_heads
 
@@ -74,15 +74,6 @@ def test_a_record_lies_as_releases_of_the_format_write_it():
     assert torch.equal(found, in_int8(kv, shape, 3)[..., 0, :])
 
 
-def test_damage_in_a_record_is_found_and_costs_no_other_chunk(made, root):
-    flip_bit(root / PAYLOAD, chunk_range(made, 2, range(3, 4)).start)
-    with pytest.raises(CorruptChunk, match="chunk 2, KV head 3 of "):
-        list(verify(root))
-    with pytest.raises(CorruptChunk, match="chunk 2, KV head 3 of "):
-        _load(made, root, 2)
-    _load(made, root, 1)
-
-
 def _signed(manifest: Manifest, **changes: object) -> bytes:
     draft = msgspec.structs.replace(manifest, **changes)
     return msgspec.structs.replace(draft, digest=content_digest(draft)).encode()
@@ -105,6 +96,8 @@ def _forged(root: Path, made: Manifest, field: str, number: float) -> Manifest:
 @pytest.mark.parametrize("field", ["key_step", "key_middle", "value_step"])
 @pytest.mark.parametrize("number", [float("nan"), float("-inf"), 3e38])
 def test_steps_that_are_not_finite_or_lead_beyond_the_dtype_are_refused(made, root, field, number):
+    before = _load(made, root, 2)
+    assert not torch.equal(_load(_forged(root, made, field, 0.5), root, 2), before), "the control"
     if field == "key_middle" and number == 3e38:
         number *= 1.13  # by itself at the very end of bfloat16, and past it with any code
     manifest = _forged(root, made, field, number)
@@ -112,14 +105,6 @@ def test_steps_that_are_not_finite_or_lead_beyond_the_dtype_are_refused(made, ro
         list(verify(root))
     with pytest.raises(NonFiniteKV, match="chunk 2 of "):
         _load(manifest, root, 2)
-
-
-def test_other_steps_that_are_finite_are_read_so_that_the_forgery_above_is_what_was_refused(made, root):
-    before = _load(made, root, 2)
-    manifest = _forged(root, made, "value_step", 0.5)
-    assert len(list(verify(root))) == 5
-    changed = _load(manifest, root, 2) != before
-    assert changed.any(-1).nonzero().tolist() == [[1, 0, 2, 1]], "value_step[0, 2] of head 1"
 
 
 @pytest.mark.parametrize("dtype", sorted(DTYPES))

@@ -2,57 +2,13 @@
 
 from __future__ import annotations
 
-import gc
-import os
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
-from pathlib import Path
-
-from homes import STILL, Home, catalog_of
+from homes import catalog_of
 from making import Made, make_fingerprint
 from waiting import Clock, until
 
 from lmcache_cartridge.memory.store import CartridgeStore
 
 SMALL = {"layers": 1, "head_size": 8}
-
-
-def _resident_mib() -> float:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
-
-
-def _grow(path: Path, warm_up: int, count: int) -> tuple[float, int, int]:
-    """Load and evict two cartridges in turns, `warm_up` times and then `count` times; return how many MiB and objects the process
-    has more after the latter, and how many loads there were.
-    """
-    home, shape = Home(path), make_fingerprint(**SMALL)
-    made = [home.make(name, positions=16, seed=seed, **SMALL) for seed, name in enumerate("ab")]
-    prompts = [home.prompt(name) for one, name in zip(made, "ab", strict=True)]
-    store = home.open(fingerprint=shape, chunks=1, settings=STILL)
-
-    def cycles(count: int) -> tuple[float, int]:
-        for turn in range(count // 2):
-            for prompt in prompts:
-                if turn % 10 == 0:
-                    store.lend(prompt.hashes[0]).close()
-                assert store.lookup(prompt.hashes) == 1
-                assert store.release(prompt.hashes[0])
-        gc.collect()
-        return _resident_mib(), len(gc.get_objects())
-
-    before_mib, before_objects = cycles(warm_up)
-    after_mib, after_objects = cycles(count)
-    home.close()
-    return after_mib - before_mib, after_objects - before_objects, store.cpu.stats().promoted
-
-
-def test_memory_is_flat_over_thousands_of_loads_and_evictions(tmp_path):
-    """In a process of its own: memory that other files of tests freed comes and goes by some MiB."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-        mib, objects, loads = process.submit(_grow, tmp_path, 600, 2400).result()
-    assert loads >= 3000
-    assert objects < 200
-    assert mib < 3
 
 
 def _tables(store: CartridgeStore) -> dict[str, int]:

@@ -141,21 +141,6 @@ def test_a_corrupt_piece_of_the_disk_tier_is_read_again_from_the_source(made, ro
     assert not _disk_file(disk, made, 1).exists(), "it is never served"
 
 
-def test_a_corrupt_chunk_of_the_source_is_not_kept_in_the_disk_tier(made, root, segments, disk):
-    flip_bit(root / PAYLOAD, chunk_range(made.manifest, 1, range(4)).start)
-    with pytest.raises(CorruptChunk):
-        _load(_loader(made, disk=disk), segments, 1)
-    assert disk.stats().resident_bytes == 0
-
-
-def test_ranks_share_a_disk_tier_without_mixing_their_heads(made, segments, disk):
-    for _ in range(2):
-        for rank in range(2):
-            loaded = _load(_loader(made, rank=rank, world=2, disk=disk), segments, 0)
-            assert loaded.numpy().tobytes() == heads_bytes(made.kv[:, :, :16, 2 * rank : 2 * rank + 2])
-    assert disk.stats().hits == 2
-
-
 def test_no_load_waits_for_the_disk_tier_and_what_it_has_no_time_for_is_not_kept(made, segments, disk, monkeypatch):
     away, write, loader = threading.Event(), disk.write, _loader(made, disk=disk)
     monkeypatch.setattr(disk, "write", lambda *given: away.wait(60) and write(*given))
@@ -193,13 +178,14 @@ _DAMAGE = {
 }
 
 
-@pytest.mark.parametrize("engine", [16, 32])
+@pytest.mark.parametrize(("engine", "encoding"), [(16, "plain"), (32, "int8")])
 @pytest.mark.parametrize("damage", _DAMAGE)
-def test_every_damage_has_its_own_error_that_names_cartridge_chunk_and_file(made, root, segments, damage, engine):
-    expected, spoil = _DAMAGE[damage]
+def test_every_damage_has_its_own_error_that_names_cartridge_chunk_and_file(tmp_path, damage, engine, encoding):
+    root, (expected, spoil) = tmp_path / "doc", _DAMAGE[damage]
+    made = make_artifact(root, positions=POSITIONS, kv_heads=4, encoding=encoding)
     spoil(made, root)
     with pytest.raises(expected, match="cartridge doc@1: chunk 0") as caught:
-        _load(_loader(made, engine), segments, 0)
+        _load(_loader(made, engine), _segments(made, root), 0)
     assert (type(caught.value), caught.value.digest) == (expected, made.digest)
     assert str(root / PAYLOAD) in str(caught.value)
 

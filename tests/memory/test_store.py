@@ -8,7 +8,6 @@ import torch
 from homes import CHUNK, CHUNK_BYTES, Home, Prompt, assert_served, chunk_bytes, claimed, lent, prompt_for
 from making import (
     Made,
-    files_under,
     flip_bit,
     make_artifact,
     make_engine,
@@ -120,14 +119,6 @@ def test_the_ids_of_trained_cartridges_give_nothing_without_a_tag_and_with_it_th
         _assert_not_served(store, home.prompt(name)._replace(tag=tag))
         home.check_served(store, name)
         _assert_not_served(store, home.prompt(name)._replace(tag=tag))
-
-
-def test_serving_changes_no_artefact_and_no_registry(home):
-    made = home.make()
-    before = files_under(home.path)
-    home.check_served(home.open())
-    changed = dict(files_under(home.path).items() - before.items())
-    assert set(changed) == {"quarantine/plain/withdrawn", f"quarantine/plain/{made.digest}"}, "who answered"
 
 
 def test_a_budget_that_holds_no_chunk_is_refused_at_the_start(home):
