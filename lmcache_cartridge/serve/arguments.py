@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -25,34 +25,47 @@ _SHORT = {
 }  # fmt: skip
 
 
+class Option(NamedTuple):
+    """One option as given; the words before the first option are those of one without a name."""
+
+    name: str
+    """In full, with dashes."""
+    keys: Sequence[str]
+    """Where in its JSON the value belongs, for `--option.key value`."""
+    tokens: list[str]
+    """All that it takes of the command line."""
+
+    @property
+    def value(self) -> str:
+        """The first value; empty without one."""
+        _, equals, value = self.tokens[0].partition("=")
+        return value if equals else "".join(self.tokens[1:2])
+
+
+def _parsed(tokens: Sequence[str]) -> list[Option]:
+    options = [Option("", (), [])]
+    for token in tokens:
+        if token.startswith("-") and not token[1:2].isdecimal():
+            name, *keys = token.lstrip("-").partition("=")[0].split(".")
+            name = name.replace("_", "-") if token.startswith("--") else _SHORT.get(name, name)
+            options.append(Option(name, keys, []))
+        options[-1].tokens.append(token)
+    return options
+
+
 class Arguments:
     """The options of one vLLM command line."""
 
     def __init__(self, arguments: Sequence[str]) -> None:
         """Raises `SettingsError` for a `--config` file that cannot be read."""
-        self._tokens = list(arguments)
-        self._values: dict[str, str | None] = {}
-        self._nested: dict[str, dict[str, Any]] = {}
-        given = _options(self._tokens)
-        for file in (option.value for option in given if option.name == "config"):
-            self._note(_options(_from_file(file)))
-        self._note(given)
-
-    def _note(self, options: list[_Option]) -> None:
-        for option in options:
-            name, *keys = option.name.split(".")
-            if keys:
-                inside = self._nested.setdefault(name, {})
-                for key in keys[:-1]:
-                    inside = inside.setdefault(key, {})
-                inside[keys[-1]] = _value(option.value or "")
-            else:
-                self._values[name] = option.value
+        self._given = _parsed(arguments)
+        files = [_from_file(option.value) for option in self._given if option.name == "config"]
+        self._options = [option for given in (*map(_parsed, files), self._given) for option in given]
 
     def get(self, name: str) -> str | None:
         """Return an option's value: empty where it has none, None where it is not given."""
-        value = self._values.get(name)
-        return "" if value is None and name in self._values else value
+        found = (option.value for option in reversed(self._options) if option.name == name and not option.keys)
+        return next(found, None)
 
     def mapping(self, name: str) -> dict[str, Any]:
         """Return the value of an option that is a JSON object, empty without it. Raises `SettingsError` for others."""
@@ -63,14 +76,20 @@ class Arguments:
             raise SettingsError(f"--{name}: {error}") from None
         if not isinstance(found, dict):
             raise SettingsError(f"--{name} must be a JSON object")
-        return found | self._nested.get(name, {})
+        for option in self._options:
+            if option.name == name and option.keys:
+                *path, last = option.keys
+                inside = found
+                for key in path:
+                    if not isinstance(inside.get(key), dict):
+                        inside[key] = {}
+                    inside = inside[key]
+                inside[last] = _value(option.value)
+        return found
 
     def without(self, name: str) -> list[str]:
         """Return the arguments less one option."""
-        groups = _grouped(self._tokens)
-        return [
-            token for option, tokens in groups if not option or option.name.split(".")[0] != name for token in tokens
-        ]
+        return [token for option in self._given if option.name != name for token in option.tokens]
 
     def check(self, *, in_process: bool, saves: bool = False, contexts: bool = False) -> None:
         """Raise `UnsupportedEngine`, with the reason, for what the connector refuses once a model is loaded, and for what does
@@ -80,7 +99,7 @@ class Arguments:
             raise UnsupportedEngine(
                 "--kv-offloading-size puts another connector in the place of the one that serves cartridges; remove it"
             )
-        is_given = {"speculative-config", "spec-model"} & self._values.keys()
+        is_given = {"speculative-config", "spec-model"} & {option.name for option in self._options}
         speculates = self.mapping("speculative-config")
         method = speculates.get("method") or self.get("spec-method")
         refusals.check(
@@ -91,7 +110,7 @@ class Arguments:
                 stages=self.number("pipeline-parallel-size"),
                 engines=self.number("data-parallel-size"),
                 split=max(self.number("prefill-context-parallel-size"), self.number("decode-context-parallel-size")),
-                speculation=method or ("no method" if is_given or speculates else None),
+                speculation=method or ("no method" if is_given else None),
                 cache_dtype=self.get("kv-cache-dtype") or "auto",
                 may_sleep=self.get("enable-sleep-mode") not in (None, "false", "False"),
                 extra=self.mapping(TRANSFER).get("kv_connector_extra_config") or {},
@@ -107,44 +126,18 @@ class Arguments:
 def redacted(arguments: Sequence[str]) -> list[str]:
     """Return arguments as they may be shown: `***` for every value of an option in `SECRETS`."""
     shown: list[str] = []
-    for option, tokens in _grouped(arguments):
-        if option is None or option.name.split(".")[0] not in SECRETS:
-            shown += tokens
+    for option in _parsed(arguments):
+        if option.name not in SECRETS:
+            shown += option.tokens
             continue
-        head, equals, _ = tokens[0].partition("=")
-        shown += [f"{head}=***" if equals else head, *("***" for _ in tokens[1:])]
+        head, equals, _ = option.tokens[0].partition("=")
+        shown += [f"{head}=***" if equals else head, *("***" for _ in option.tokens[1:])]
     return shown
 
 
-class _Option:
-    """One option as given: its name in full, with dashes, and its values."""
-
-    def __init__(self, token: str, values: Sequence[str]) -> None:
-        name, equals, value = token.lstrip("-").partition("=")
-        head, dot, keys = name.partition(".")
-        head = head.replace("_", "-") if token.startswith("--") else _SHORT.get(head, head)
-        self.name = head + dot + keys
-        self.values = [value] if equals else list(values)
-        self.value = self.values[0] if self.values else None
-
-
-def _options(tokens: Sequence[str]) -> list[_Option]:
-    return [option for option, _ in _grouped(tokens) if option is not None]
-
-
-def _grouped(tokens: Sequence[str]) -> list[tuple[_Option | None, list[str]]]:
-    """Return each option with the tokens that it and its values take; None beside those before the first."""
-    groups: list[list[str]] = [[]]
-    for token in tokens:
-        if token.startswith("-") and not token[1:2].isdecimal():
-            groups.append([])
-        groups[-1].append(token)
-    return [(_Option(group[0], group[1:]) if group[0].startswith("-") else None, group) for group in groups if group]
-
-
-def _from_file(file: str | None) -> list[str]:
+def _from_file(file: str) -> list[str]:
     try:
-        fields = yaml.safe_load(Path(file or "").read_text()) or {}
+        fields = yaml.safe_load(Path(file).read_text()) or {}
     except (OSError, yaml.YAMLError) as error:
         raise SettingsError(f"--config {file}: {error}") from None
     if not isinstance(fields, dict):

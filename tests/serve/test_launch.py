@@ -193,12 +193,13 @@ def test_a_config_file_of_vllms_is_read_too(tmp_path, planned):
 def test_the_users_own_transfer_configuration_is_merged_into_ours(planned, mode, connector):
     given = {"kv_connector": connector, "engine_id": "mine", "kv_connector_extra_config": {"lmcache.x": 1}}
     words = f"--kv-transfer-config {json.dumps(given, separators=(',', ':'))} --kv-transfer-config.kv_rank 3 --port 1"
+    words += " --kv-transfer-config.kv_connector_extra_config.lmcache.y 2"
     command = planned(words, mode=mode).command
     assert [word for word in command if word.startswith("--kv-transfer-config")] == ["--kv-transfer-config"]
     transfer = _transfer(command)
     assert (transfer["engine_id"], transfer["kv_rank"], transfer["kv_load_failure_policy"]) == ("mine", 3, "fail")
     extra = transfer["kv_connector_extra_config"]
-    assert (extra["lmcache.x"], "lmcache.mp.port" in extra) == (1, mode == "multiprocess")
+    assert (extra["lmcache.x"], extra["lmcache"]["y"], "lmcache.mp.port" in extra) == (1, 2, mode == "multiprocess")
 
 
 def test_what_vllm_would_end_with_late_is_one_line_before_anything_is_started(tmp_path, serve):
