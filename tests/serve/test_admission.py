@@ -118,17 +118,6 @@ def test_a_fifo_in_the_place_of_a_file_is_not_read_and_keeps_nobody_waiting(serv
     assert "doc@1" in store.refused()
 
 
-def test_the_version_before_one_without_its_payload_answers(serve, home):
-    admission = serve()
-    for version in (1, 2):
-        root = home.path / str(version)
-        make_artifact(root, version=version, kind="trained", positions=CHUNK, seed=version)
-        home.registry.register(root)
-    (root / PAYLOAD).unlink()
-    assert _run(_admit(admission, "doc")) == ("doc@1", True)
-    assert _run(_status(admission, "doc@2")) == 422
-
-
 class _Hanging:
     """Artefacts whose manifests are read once `go_on` is set: on a mount that hangs until then."""
 
@@ -198,14 +187,6 @@ def test_force_redownload_drops_what_is_in_memory_for_administrators_only(serve,
         claimed(store, home.registry.find(name).digest).close()
     _run(_admit(serve(admin=admin), "hot", force_redownload=True))
     assert store.cpu.stats().evicted == evicted
-
-
-def test_token_ids_of_another_model_are_refused_alone_and_in_a_chain(serve, home):
-    home.make("kv")
-    home.make("text", kind="tokens")
-    home.make("stranger", kind="tokens", layers=5)
-    admission, chains = serve(), (["kv", "text"], ["stranger"], ["kv", "stranger"])
-    assert [_run(_status(admission, *chain)) for chain in chains] == [200, 409, 409]
 
 
 def test_servers_make_the_same_salts_with_one_secret_and_others_without(serve, monkeypatch):

@@ -60,10 +60,6 @@ ROUTED = [
             ("TRUE", 200), (1, 400), ([True], 400), (None, 200),
         )),
     )),
-    # /invocations puts SageMaker's adapter in the place of `model` (vLLM 0.32), and the base model would answer.
-    *(({"model_aliases": {"ward": ["a"]}}, path, {"json": {"model": model}}, status) for path, model, status in (
-        ("/invocations", "m", 200), ("/invocations", "ward", 400), ("/inference/v1/generate", "m:a", 400), ("/inference/v1/generate", "m", 200),
-    )),
 ]  # fmt: skip
 
 

@@ -62,9 +62,6 @@ def test_of_a_context_that_is_not_changed_wholly_the_rest_stays(settings):
     maker.patch(before, Patched(labels=["two"]))  # which heard of the context before it was to be kept longer
     assert registry.labels() == {"two": "book@1"}
     assert maker.table.of(["book"])["book"].expires_at == longer != before.expires_at
-    settings.registry_path.unlink()
-    maker.patch(before, Patched(ttl=1e9)), maker.patch(before, Patched())  # which have no need of it
-    assert not settings.registry_path.exists()
 
 
 def test_who_removes_a_context_late_leaves_the_one_that_was_made_of_the_text_since(settings):

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 import runpy
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import closing
@@ -23,9 +20,7 @@ from waiting import until
 from watching import Watched, value
 
 from lmcache_cartridge.serve import metrics
-from lmcache_cartridge.serve.launch import plan
 from lmcache_cartridge.serve.metrics import PREFIX, RequestMetrics, follow
-from lmcache_cartridge.settings import from_mapping
 
 with warnings.catch_warnings():  # torch's, while vLLM is imported
     warnings.simplefilter("ignore")
@@ -119,50 +114,6 @@ def test_requests_are_counted_once_by_how_they_end():
             ended.value = "used"
             raise error
     assert counted() == {"used": 2, "document": 1, "refused_404": 1, "failed": 1, "abandoned": 1}
-
-
-# Several API servers of one engine.
-
-_SERVERS = """
-import asyncio, os, sys, warnings
-warnings.simplefilter("ignore")
-import httpx
-from fastapi import FastAPI
-from prometheus_client import Counter
-from vllm.entrypoints.launchers.app import attach_endpoint_plugins
-from vllm.entrypoints.serve.instrumentator.metrics import attach_router
-from lmcache_cartridge.serve.metrics import requests
-if not os.fork():
-    requests().positions.inc(5)
-    os._exit(0)
-os.wait()
-app = FastAPI()
-attach_router(app)
-attach_endpoint_plugins(app, ("generate",))
-plugin, = app.state.endpoint_plugins
-Counter("vllm:something", "Something of vLLM's.").inc()
-requests().positions.inc(7)
-plugin.collector.update([{"rank": 0, "tiers": {"cpu": {"hits": 5}}}])
-async def get():
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
-        reply = await client.get("/metrics")
-        print(reply.headers["content-type"], reply.status_code)
-        print(reply.text)
-asyncio.run(get())
-"""
-
-
-def test_of_several_api_servers_requests_are_summed_and_workers_told_once(tmp_path):
-    launch = plan("model", from_mapping({"home": tmp_path / "home"}))
-    launch.write()
-    environment = os.environ | launch.environment | {"PYTHONPATH": str(ROOT), "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
-    command = [sys.executable, "-c", _SERVERS]
-    said = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
-    head, _, text = said[said.index("text/plain") :].partition("\n")
-    assert head.endswith(" 200")
-    assert value(text, "positions_total") == 12
-    assert value(text, "hits_total", tier="cpu", rank="0") == 5
-    assert "vllm:something_total 1.0" in text
 
 
 # Grafana.

@@ -17,6 +17,7 @@ from posting import CHUNK, ROUTE, WARDS, Served, serving
 from recall.ward import Fact
 from waiting import until
 from wards import MODEL, Asker, content
+from watching import value
 
 wards, served = posting.wards, posting.served
 
@@ -269,3 +270,7 @@ def test_without_room_a_request_is_answered_and_nothing_is_made(tmp_path, wards)
             found = message(served.asker, turns(ward.document.text, fact))
             assert (found.text.strip(), found.created, found.used is None) == (fact.value, 0, False)
         assert len(served.named()) == 1
+        for _ in range(4):  # whichever of them is asked
+            until(lambda: value(served.asker.http.get("/metrics").text, "served_cartridges", rank="0") == 1)
+            told = served.asker.http.get("/metrics").text
+            assert value(told, "requests_total", outcome="used") == 8 and "vllm:prompt_tokens_total" in told
