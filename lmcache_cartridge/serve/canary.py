@@ -203,7 +203,11 @@ class Canaries:
                     return Unservable(422, message, trial.manifest.digest)
                 continue
             try:
-                await self._result(key, trial)
+                if key not in self._ended:
+                    if key not in self._asking:
+                        self._asking[key] = asyncio.create_task(self._settle(key, trial))
+                        self._asking[key].add_done_callback(lambda _, key=key: self._asking.pop(key, None))
+                    await asyncio.shield(self._asking[key])
             except Unfinished as reason:
                 return Refusal(503, f"{name} could not be tried on this engine: {reason}", retry_after_s=2)
             if refusal := self.known(selection):
@@ -246,20 +250,8 @@ class Canaries:
             logger.error("%s is set aside on this engine: %s", name, found)
             self._ended[key] = "failed", str(found)
 
-    async def _result(self, key: Key, trial: Trial) -> None:
-        """Wait until a trial has ended. Raises `Unfinished`."""
-        if key in self._ended:
-            return
-        if key not in self._asking:
-            self._asking[key] = asyncio.create_task(self._settle(key, trial))
-            self._asking[key].add_done_callback(lambda task: self._asking.pop(key, None))
-        try:
-            async with asyncio.timeout(self._settings.ready_timeout_s):
-                await asyncio.shield(self._asking[key])
-        except TimeoutError:
-            raise Unfinished("it took too long") from None
-
     async def _settle(self, key: Key, trial: Trial) -> None:
+        """Try the engine, within `ready_timeout_s`. Raises `Unfinished`."""
         try:
             async with asyncio.timeout(self._settings.ready_timeout_s):
                 self._end(key, trial, await self._examine(trial))

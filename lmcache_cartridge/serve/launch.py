@@ -183,8 +183,7 @@ def lead(planned: Callable[..., Launch], *, stages: int) -> tuple[Launch, str]:
 
 
 def lmcache_command(
-    settings: Settings, chunk_tokens: int, *, l1_bytes: int, port: int, saves: bool,
-    more_places: Sequence[str] = ()
+    settings: Settings, chunk_tokens: int, *, l1_bytes: int, port: int, saves: bool, more_places: Sequence[str]
 ) -> list[str]:  # fmt: skip
     """Return the command of LMCache's server with our adapter, and what `--l2-adapter` takes of `more_places`.
 

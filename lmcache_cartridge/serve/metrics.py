@@ -116,21 +116,16 @@ def _metric(name: str, registry: CollectorRegistry | None, **options: Any) -> An
 class StatusCollector:
     """A custom collector of what the workers said last: a scrape asks nobody, so it neither waits nor fails."""
 
-    def __init__(
-        self,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        library: Callable[[], Following | None] = lambda: None,
-    ) -> None:
+    def __init__(self, library: Callable[[], Following | None] = lambda: None) -> None:
         """It does not register itself."""
-        self._clock, self._library = clock, library
+        self._library = library
         self._families: list[Metric] = []
         self._updated_at: float | None = None
 
     def update(self, ranks: Iterable[Mapping[str, Any]]) -> None:
         """Take in the statuses of all ranks. Where one is not as it should be it raises, and the last ones stay."""
         self._families = _families(ranks)
-        self._updated_at = self._clock()
+        self._updated_at = time.monotonic()
 
     def collect(self) -> Iterator[Metric]:
         """Yield the last numbers and how old they are; does not block."""
@@ -138,7 +133,7 @@ class StatusCollector:
 
         yield from self._families
         known = self._library()
-        age_s = None if self._updated_at is None else self._clock() - self._updated_at
+        age_s = None if self._updated_at is None else time.monotonic() - self._updated_at
         since_s = known and known.seen_s and max(0.0, time.time() - known.seen_s)
         of_library = (known.position, since_s, known.problem is not None) if known else (None, None, None)
         rows = (_OF_SERVER["status_age_seconds"], *LIBRARY_NUMBERS)

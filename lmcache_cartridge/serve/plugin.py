@@ -56,7 +56,7 @@ class CartridgePlugin:
         app.add_middleware(ResponseHeaders)
         app.add_middleware(DrainGate, drain=self._admission.drain)
         add_routes(app, self._admission)
-        self.collector = StatusCollector(library=lambda: self._admission.library)
+        self.collector = StatusCollector(lambda: self._admission.library)
         attach(app, self.collector)
         gc.freeze()
         # vLLM does so at the end of its start. Until then each of its full collections goes through a million objects, most of
