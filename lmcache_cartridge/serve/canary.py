@@ -206,7 +206,6 @@ class Canaries:
                 if key not in self._ended:
                     if key not in self._asking:
                         self._asking[key] = asyncio.create_task(self._settle(key, trial))
-                        self._asking[key].add_done_callback(lambda _, key=key: self._asking.pop(key, None))
                     await asyncio.shield(self._asking[key])
             except Unfinished as reason:
                 return Refusal(503, f"{name} could not be tried on this engine: {reason}", retry_after_s=2)
@@ -260,6 +259,8 @@ class Canaries:
             requests().count("canaries", "unfinished")
             logger.warning("%s could not be tried on this engine: %r", trial.manifest.name, error)
             raise Unfinished(str(error) or "it took too long") from None
+        finally:
+            del self._asking[key]
         requests().count("canaries", self._ended[key][0])
 
     async def _examine(self, trial: Trial) -> Comparison | None:
