@@ -30,7 +30,7 @@ from ..errors import UnsupportedEngine
 from ..memory.layout import HELD, ChunkShape
 from ..memory.store import CartridgeStore
 from ..settings import from_extra_config
-from . import contract, host, host_inprocess
+from . import contract, host_inprocess
 from .describe import describe
 from .trust import opened
 
@@ -71,7 +71,6 @@ class CartridgeBackend(StoragePluginInterface):
     def _open(self) -> CartridgeStore | None:
         if self.metadata.role == "scheduler":
             return None
-        host.start("in-process")
         host_inprocess.keep_from_adopting(self.local_cpu_backend, lambda chunk: isinstance(chunk, CartridgeMemory))
         settings = from_extra_config(self.config.extra_config, type(self).__name__)
         if 1000 * settings.lookup_timeout_s >= self.config.lookup_timeout_ms:

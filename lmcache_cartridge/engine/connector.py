@@ -65,11 +65,11 @@ class CartridgeConnector(TellsTiers, InjectsWhole, LMCacheConnectorV1):
     def _register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         from ..errors import UnsupportedEngine
         from .backend import CartridgeBackend
-        from .control import offer, own_path
+        from .control import own_path
 
         if self._lmcache.engine is None:
             raise UnsupportedEngine(f"LMCache did not start: {self._lmcache.failure}")
-        host.verify("worker")
+        host.allow_amx()
         self._bind_injector(kv_caches)
         super().register_kv_caches(kv_caches)
         if not any(isinstance(backend, CartridgeBackend) for backend in self._lmcache.backends()):
@@ -81,8 +81,8 @@ class CartridgeConnector(TellsTiers, InjectsWhole, LMCacheConnectorV1):
             raise UnsupportedEngine(f"LMCache did not load the cartridge plugin: {reason}")
         self._check_sleep()
         self._lmcache.ask_first(CartridgeBackend)
-        offer()
-        self.tell_tiers(self._config, own_path)
+        host.offer(own_path)
+        self.tell_tiers(own_path)
 
     def _bind_injector(self, kv_caches: dict[str, torch.Tensor]) -> None:
         from ..memory.layout import ChunkShape

@@ -1,60 +1,50 @@
 """Control: answers what the API server, or an offline program, asks of a worker's store, over one Unix socket a worker.
 
 vLLM's `collective_rpc` waits for the engine's step to end and holds up the next one; this does neither. A frame is a
-list: `[method, *arguments]` one way, `[error or None, result]` the other. Each call has a connection of its own, and so
-has each claim, which ends with it.
+list: `[method, *arguments]` one way, `[error or None, result]` the other. Each call has a connection of its own; a claim ends
+with its.
 """
 
 from __future__ import annotations
 
 import asyncio
 import atexit
-import logging
 import resource
 import shutil
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import torch
 
 from ..artifact.cartridge import Place
 from ..artifact.model import ONLINE
 from ..errors import CartridgeError, UnsupportedEngine
-from . import frames, host
+from . import frames
 from .refusals import IN_FP8
 
 if TYPE_CHECKING:
-    from ..memory.claims import Claim
     from .client import ControlClient
-
-logger = logging.getLogger(__name__)
 
 _METHODS = (
     "pin", "unpin", "evict", "tried", "untried", "refresh", "status", "numbers", "chunks_by_tier", "described",
 )  # fmt: skip
 """Those of a store that a client may call as they are."""
-_MAX_CALLS = 64
-"""Calls at once that are no claims; others wait."""
 
 
 class ControlServer(frames.FrameServer):
-    """Answers calls for the store of this process, in threads of its own, until the process ends."""
+    """Answers calls for the store of this process, until the process ends."""
 
     def __init__(self, store: Callable[[], Any]) -> None:
         """Listen at `path`, which no other user may open. `store` is asked at every call for the `CartridgeStore`, or for
         what has its methods.
         """
-        from ..library.workers import Workers
-
         directory = Path(tempfile.mkdtemp(prefix="lmcache-cartridge-control-", dir=frames.parent()))
         atexit.register(shutil.rmtree, directory, ignore_errors=True)
-        self.path = str(directory / "control")
-        self._store, self._calls = store, Workers("cartridge-call", _MAX_CALLS)
+        self._store = store
         self._methods: dict[str, Callable[..., Any]] = {
             "tail": self._tail,
             "captured": self._captured,
@@ -63,40 +53,28 @@ class ControlServer(frames.FrameServer):
         }
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # each claim is a connection
-        super().__init__(self.path, self._answer)
+        super().__init__(str(directory / "control"))
 
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer one client until it goes. It may have one claim, which ends with its connection."""
-        held: list[Claim] = []
-        try:
-            while True:
-                method, *arguments = msgspec.msgpack.decode(await frames.read(reader), type=list)
-                if method == "claim":
-                    call: Awaitable[Any] = self._claim(reader, held, *arguments)
-                else:
-                    call = asyncio.wrap_future(self._calls.submit(object(), partial(self._method, method, *arguments)))
-                answer = await frames.result(call, logger, f"the call {method}")
-                writer.write(frames.encode(answer))
-                await writer.drain()
-        except (OSError, EOFError, ValueError, TypeError) as error:  # it broke, or brought no frame of ours
-            logger.debug("a control connection was ended: %s", error)
-        finally:
-            for claim in held:
-                claim.close()
-            writer.close()
+    async def answer(self, held: ExitStack, has_left: Callable[[], bool], method: str, *arguments: Any) -> Any:
+        """Answer one call. A claim lasts as long as its connection."""
+        if method == "claim":
+            return await self._claim(held, has_left, *arguments)
+        return await self.in_thread(self._method, method, *arguments)
 
     async def _claim(
-        self, reader: asyncio.StreamReader, held: list[Claim], tag: str, places: Mapping[str, Sequence[str]],
+        self, held: ExitStack, has_left: Callable[[], bool], tag: str, places: Mapping[str, Sequence[str]],
         wait_s: float, may_compute: bool,
     ) -> dict[str, Any]:  # fmt: skip
-        """Claim something, unless it is claimed already, and answer `RemoteClaim.begin`."""
-        if not held:
-            held.append(self._store().claim(tag, _places(places)))
+        """Return how far a claim is once it has all of it or is refused, after `wait_s` at the latest.
+
+        With `may_compute` also once what is missing finds no memory, or its source fails.
+        """
+        claim = held.enter_context(closing(self._store().claim(tag, _places(places))))
         began = time.monotonic()
         while True:
-            state, left = held[0].poll(), began + wait_s - time.monotonic()
+            state, left = claim.poll(), began + wait_s - time.monotonic()
             is_stuck = may_compute and not state.opening and state.resident == state.admitted
-            if state.ready or state.refused or is_stuck or left <= 0 or reader.at_eof():
+            if state.ready or state.refused or is_stuck or left <= 0 or has_left():
                 return state._asdict() | {"ready": state.ready}
             await asyncio.sleep(min(0.002 + (wait_s - left) / 10, 0.05, left))  # little is added to any load
 
@@ -133,14 +111,6 @@ def fetch_tail(client: ControlClient, tag: str, dtype: torch.dtype) -> torch.Ten
 
 
 _server: ControlServer | None = None
-
-
-def offer(adapter_path: str | None = None) -> None:
-    """Have vLLM's workers say where this rank's store answers.
-
-    `adapter_path` is its control socket where LMCache's server has the store; without one it is a server of this process.
-    """
-    host.add_to_workers(lambda worker: adapter_path or own_path())
 
 
 def own_path() -> str:

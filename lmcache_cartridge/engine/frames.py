@@ -4,31 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
-import struct
 import tempfile
 import threading
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from ..errors import CartridgeError
 
-_TIMEOUT_S = 30.0
+logger = logging.getLogger(__name__)
+
 _BACKLOG = 1024
-
-
-def connect(path: str) -> socket.socket:
-    """Return a connection to the socket at `path`, on which nothing blocks for ever. Raises `OSError`."""
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connection.settimeout(_TIMEOUT_S)
-    try:
-        connection.connect(path)
-    except OSError:
-        connection.close()
-        raise
-    return connection
+_MAX_CALLS = 64
+"""Calls at once in threads; others wait."""
 
 
 def parent() -> str:
@@ -42,21 +33,10 @@ def encode(message: Any) -> bytes:
     return len(data).to_bytes(4, "little") + data
 
 
-def peer_uid(connection: socket.socket) -> int:
-    """Return the user whose process listens at the other side, as the kernel knows it."""
-    return struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))[1]
-
-
-def ask(connection: socket.socket, message: Any) -> Any:
-    """Send one message and return the answer. Blocks; raises `ValueError` when the other side is gone, and `OSError`."""
-    connection.sendall(encode(message))
-    with connection.makefile("rb") as answers:
-        return msgspec.msgpack.decode(answers.read(int.from_bytes(answers.read(4), "little")))
-
-
-async def read(reader: asyncio.StreamReader) -> bytes:
-    """Return one frame. Raises `EOFError` when the other side is gone, and other `OSError`s."""
-    return await reader.readexactly(int.from_bytes(await reader.readexactly(4), "little"))
+async def read(reader: asyncio.StreamReader) -> Any:
+    """Return the message of one frame. Raises `EOFError` when the other side is gone, other `OSError`s, and `MsgspecError`."""
+    data = await reader.readexactly(int.from_bytes(await reader.readexactly(4), "little"))
+    return msgspec.msgpack.decode(data)
 
 
 def loop(name: str) -> asyncio.AbstractEventLoop:
@@ -72,26 +52,44 @@ def loop(name: str) -> asyncio.AbstractEventLoop:
 
 
 class FrameServer:
-    """Listens at a Unix socket, and has every client answered in an event loop of its own."""
+    """Listens at a Unix socket. Each connection brings one call, and what the call holds ends with the connection."""
 
-    def __init__(
-        self, path: str, answer: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-    ) -> None:
+    def __init__(self, path: str) -> None:
+        from ..library.workers import Workers  # here, for a connector calls and serves nothing
+
+        self.path, self._calls = path, Workers("cartridge-call", _MAX_CALLS)
         self._loop = loop("cartridge-control")
-        starting = asyncio.start_unix_server(answer, path, backlog=_BACKLOG)
+        starting = asyncio.start_unix_server(self._serve, path, backlog=_BACKLOG)
         self._server = asyncio.run_coroutine_threadsafe(starting, self._loop).result()
+
+    async def answer(self, held: ExitStack, has_left: Callable[[], bool], method: str, *arguments: Any) -> Any:
+        """Return the result of a call. What is put into `held` is closed once the client has left."""
+        raise NotImplementedError
+
+    def in_thread(self, call: Callable[..., Any], *arguments: Any) -> Awaitable[Any]:
+        """Do a call that may block."""
+        return asyncio.wrap_future(self._calls.submit(object(), partial(call, *arguments)))
 
     def close(self) -> None:
         """Listen no more; connections that are open go on."""
         self._loop.call_soon_threadsafe(self._server.close)
 
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with ExitStack() as held:
+            held.callback(writer.close)
+            try:
+                writer.write(encode(await self._result(held, reader.at_eof, await read(reader))))
+                await writer.drain()
+                await reader.read()
+            except (OSError, EOFError, msgspec.MsgspecError) as error:  # it broke, or brought no frame of ours
+                logger.debug("a connection was ended: %s", error)
 
-async def result(call: Awaitable[Any], logger: logging.Logger, what: str) -> list[Any]:
-    """Return `[None, result]` of a call, or `[error, None]`; an error that is none of ours is logged as `what` too."""
-    try:
-        return [None, await call]
-    except CartridgeError as error:
-        return [str(error), None]
-    except Exception as error:
-        logger.exception("%s failed", what)
-        return [f"{type(error).__name__}: {error}", None]
+    async def _result(self, held: ExitStack, has_left: Callable[[], bool], call: list[Any]) -> list[Any]:
+        """Return `[None, result]` of a call, or `[error, None]`; an error that is none of ours is logged too."""
+        try:
+            return [None, await self.answer(held, has_left, *call)]
+        except CartridgeError as error:
+            return [str(error), None]
+        except Exception as error:
+            logger.exception("a call failed")
+            return [f"{type(error).__name__}: {error}", None]

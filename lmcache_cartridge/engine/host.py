@@ -1,8 +1,8 @@
 """Host: every name of vLLM and LMCache that they do not promise, in this file and the two beside it.
 `host_api` has those of vLLM's API server, `host_inprocess` those of LMCache in vLLM's process.
 
-`NAMES` lists the names. `verify` resolves and tries those of one part when that part starts, so that a release which
-renamed one is refused at once, by name, and never found by a request. Nothing is imported until it is asked for.
+A release which renamed one is refused at start, and never found by a request. Most are used at start anyway, and missed by
+name there; `NAMES` lists the others, which `verify` resolves and tries. Nothing is imported until it is asked for.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
 
-Part = Literal["api", "worker", "in-process", "multiprocess", "adapter"]
-"""What starts: the API server, a vLLM worker, one of the two connectors, or the adapter in LMCache's server."""
+Part = Literal["api", "in-process", "multiprocess"]
+"""What starts: the API server, or one of the two connectors."""
 
 
 def start(part: Part) -> None:
@@ -92,11 +92,20 @@ def attribute(owner: Any, name: str) -> Any:
 # vLLM's worker.
 
 
-def add_to_workers(method: Callable[[Any], str]) -> None:
-    """Give vLLM's worker class our method."""
+def allow_amx() -> None:
+    """Have Linux let this process use AMX, as vLLM's attention for CPU does.
+
+    torch asks as it first multiplies several rows. A step of one token alone, behind injected KV, came first and ended the
+    worker (vLLM 0.32).
+    """
+    module("torch.cpu")._init_amx()
+
+
+def offer(path: Callable[[], str]) -> None:
+    """Have vLLM's worker say where this rank's store answers: at the control socket at `path`."""
     from vllm.v1.worker.worker_base import WorkerBase
 
-    setattr(WorkerBase, CONTROL_METHOD, method)
+    setattr(WorkerBase, CONTROL_METHOD, lambda worker: path())
 
 
 def current_vllm_config() -> VllmConfig:
@@ -291,11 +300,6 @@ def server_hasher(chunk_tokens: int) -> Callable[[np.ndarray | list[int]], Itera
     return hashes
 
 
-def _reads(**fields: Any) -> Callable[[Any], bool]:
-    """Return a check that a request class takes these fields and has what we read of it."""
-    return lambda kind: kind(model="m", **fields).kv_transfer_params is None
-
-
 CHAT: Any = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
 """The fields of a smallest chat request, but for the model."""
 _CONNECTOR = "lmcache.integration.vllm.lmcache_mp_connector"
@@ -306,13 +310,8 @@ _TRACKED = "cache_salt", "num_stored_tokens", "num_vllm_hit_tokens", "num_lmcach
 
 NAMES: dict[Part, dict[str, Callable[[Any], Any]]] = {
     "api": {
-        "vllm.exceptions:GracefulHTTPError": callable,
         "vllm.exceptions:GenerationError": lambda kind: str(kind("x")) == "x",
         "vllm.exceptions:VLLMValidationError": callable,
-        "vllm.entrypoints.openai.completion.protocol:CompletionRequest": _reads(prompt="x"),
-        "vllm.entrypoints.openai.chat_completion.protocol:ChatCompletionRequest": _reads(**CHAT),
-        "vllm.entrypoints.openai.responses.protocol:ResponsesRequest": _reads(input="x"),
-        "vllm.entrypoints.anthropic.protocol:AnthropicMessagesRequest": _reads(**CHAT),
         "vllm.entrypoints.anthropic.serving:AnthropicServingMessages.to_chat_completion_request": callable,
         "vllm.entrypoints.serve.tokenize.protocol:TokenizeCompletionRequest": lambda kind: (
             kind(prompt="x").prompt == "x"
@@ -325,22 +324,8 @@ NAMES: dict[Part, dict[str, Callable[[Any], Any]]] = {
         "vllm.renderers.online_renderer:OnlineRenderer.preprocess_chat": callable,
         "vllm.renderers.online_renderer:OnlineRenderer.render_responses": callable,
     },
-    "worker": {
-        # vLLM's attention for CPU uses AMX, which Linux lets a process do once it was asked; torch asks as it first multiplies
-        # several rows. A step of one token alone, behind injected KV, came first and ended the worker (vLLM 0.32).
-        "torch.cpu:_init_amx": lambda init: init() in (True, False),
-        "vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory.get_connector_class": callable,
-        "vllm.config:get_current_vllm_config": callable,
-        "vllm.model_executor.models.utils:extract_layer_index": lambda index: index("model.layers.3.attn") == 3,
-        "vllm.v1.worker.worker_base:WorkerBase": callable,
-        "transformers.modeling_rope_utils:ROPE_INIT_FUNCTIONS": lambda kinds: "llama3" in kinds,
-    },
     "in-process": {
-        "lmcache.v1.gpu_connector:CreateGPUConnector": callable,
-        f"{__package__}.inject:EngineWriteConnector": _is_whole,
         f"{__package__}.backend:CartridgeBackend": _is_whole,
-        "lmcache.integration.vllm.utils:ENGINE_NAME": lambda name: isinstance(name, str),
-        "lmcache.v1.cache_engine:LMCacheEngineBuilder.get": lambda get: get("nobody") is None,
         "lmcache.integration.vllm.vllm_v1_adapter:LoadSpec": lambda kind: kind(
             vllm_cached_tokens=1, lmcache_cached_tokens=2, can_load=False
         ),
@@ -348,27 +333,16 @@ NAMES: dict[Part, dict[str, Callable[[Any], Any]]] = {
         "vllm.distributed.parallel_state:get_tp_group": callable,
     },
     "multiprocess": {
-        f"{_CONNECTOR}:LMCacheMPConnector._get_or_create_request_tracker": callable,
         f"{_CONNECTOR}:LMCacheMPConnector": _is_asked_for_trackers,
         f"{_CONNECTOR}:LMCacheMPConnector._get_request_tracker": callable,
-        f"{_CONNECTOR}:get_dcp_decorated_model_name": callable,
         **{f"{_TRACKER}.{name}": lambda value: not value for name in _TRACKED},
-        f"{_TRACKER}.get_token_ids": callable,
         f"{_TRACKER}.state": lambda state: state.name == "PREFETCHING",
         f"{_METADATA}:LMCacheMPRequestMetadata.GetStoreMetadata": _names_by_tracker,
         f"{_METADATA}:LMCacheMPConnectorMetadata": lambda kind: "requests" in vars(kind()),
         **{f"{_SCHEDULER}.{name}": bool for name in ("cleanup_lookup_result", "free_lookup_locks", "is_healthy")},
-        "lmcache.v1.multiprocess.custom_types:IPCCacheServerKey": lambda _: (
-            lookup_key("m", 1, [1, 2], "salt").cache_salt == "salt"
-        ),
-    },
-    "adapter": {
-        f"{__package__}.l2:CartridgeL2Adapter": _is_whole,
-        "lmcache.v1.distributed.api:ObjectKey": lambda kind: kind(b"h", "m", 1, 0, "salt").cache_salt == "salt",
     },
 }
-"""By what needs them, every such name as `module:attribute.attribute`, and a trial of what it stands for.
+"""By what needs them, the names that no start uses, as `module:attribute.attribute`, and a trial of what each stands for.
 
-A trial that returns something false or raises has found a change. Some names are of live objects and so are looked at
-where those are: `model_name`, and in `host_api` and `host_inprocess`.
+A trial that returns something false or raises has found a change.
 """

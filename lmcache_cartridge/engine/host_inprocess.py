@@ -23,8 +23,6 @@ class InProcess:
         self._adapter = attribute(connector, "_lmcache_engine")
         self._manager = attribute(self._adapter, "_manager")
         self._load_specs = attribute(self._adapter, "load_specs")
-        attribute(self._manager, "_init_failed_reason")
-        attribute(self._manager, "lmcache_engine")
 
     @property
     def engine(self) -> Any:

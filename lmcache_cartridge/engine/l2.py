@@ -88,7 +88,6 @@ class CartridgeL2Adapter(L2AdapterInterface):
         except ValidationError as error:
             raise SettingsError(f"adapter_params: {error}") from None
         check_versions(unproven=given.unproven_versions)
-        host.verify("adapter")
         self._parameters, self._settings = (
             given,
             given.model_copy(update={"cpu_bytes": given.cpu_bytes // given.engines}),

@@ -21,13 +21,13 @@ from ..errors import UnsupportedEngine
 from ..memory import tiles
 from ..memory.quantise import Quantiser, quantiser
 from . import host
-from .client import ControlClient
+from .client import ControlClient, Held
 from .contract import CONTROL, SKIP_SAVE
-from .control import fetch_tail, offer
+from .control import fetch_tail
 from .describe import answering, computed_dtype, fingerprint_of, own_layers, started, transfer_of
 from .latent import check_latents
 from .probe import Written, written_layout, written_rules
-from .report import Confirmed, Report, check_ids, confirm, key_name
+from .report import Report, check_ids, confirm, key_name
 from .salts import adapter_salt, check_salt, grant_of, is_apart, key_salt, own_shifts, shared_salt, shifted
 from .tier_events import TellsTiers
 from .versions import versions
@@ -82,7 +82,7 @@ class CartridgeMPConnector(TellsTiers, InjectsWhole, LMCacheMPConnector):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Find out how this engine writes KV, and tell the adapter. Raises `UnsupportedEngine`: the start ends."""
         try:
-            host.verify("worker")
+            host.allow_amx()
             names = sorted(answering(kv_caches), key=host.layer_index)
             kv_caches = own = {name: kv_caches[name] for name in names}
             layers, rules = host.attention_layers(self._config), {}
@@ -95,14 +95,14 @@ class CartridgeMPConnector(TellsTiers, InjectsWhole, LMCacheMPConnector):
                 layout, kv_caches = self._shown(kv_caches, layers, rules)
             super().register_kv_caches(kv_caches)
             quantised = quantiser([rules[name].rule for name in names]) if rules else None
-            self._confirmed = self._confirm(layout, quantised)
-            store, dtype = ControlClient([self._confirmed.control]), own[names[0]].dtype
+            control, self._reported = self._confirm(layout, quantised)
+            store, dtype = ControlClient([control]), own[names[0]].dtype
             self.write_tails(
                 lambda tag: fetch_tail(store, tag, dtype), [(layers[name], own[name]) for name in names], quantised,
                 computed_dtype(self._config, dtype),
             )  # fmt: skip
-            offer(self._confirmed.control)
-            self.tell_tiers(self._config, lambda: self._confirmed.control)
+            host.offer(lambda: control)
+            self.tell_tiers(lambda: control)
         except Exception:
             self.shutdown()  # LMCache's threads would keep the failed process, and so the server, hanging
             raise
@@ -124,7 +124,7 @@ class CartridgeMPConnector(TellsTiers, InjectsWhole, LMCacheMPConnector):
         }
         return layout, shown
 
-    def _confirm(self, layout: str, quantised: Quantiser | None) -> Confirmed:
+    def _confirm(self, layout: str, quantised: Quantiser | None) -> tuple[str, Held]:
         parallel, layers = self._config.parallel_config, own_layers(self._config)
         rank, world = parallel.rank % parallel.world_size, parallel.world_size
         if self._engine.fingerprint.planes == 1:  # every tensor-parallel rank has all of it, and LMCache keeps one

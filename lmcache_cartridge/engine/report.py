@@ -7,26 +7,23 @@ is the path of the control socket of its rank's store. Who has not reported gets
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import os
 import socket
 import stat
 from collections.abc import Callable
-from functools import partial
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 from blake3 import blake3
 
 from ..artifact.model import Fingerprint
-from ..errors import UnsupportedEngine
+from ..errors import CartridgeError, UnsupportedEngine
 from ..memory.quantise import Quantiser
 from . import frames
+from .client import TIMEOUT_S, ControlClient, Held
 from .contract import CONTROL
-
-logger = logging.getLogger(__name__)
 
 
 class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -80,41 +77,25 @@ def check_ids(chunk_tokens: int) -> list[int]:
     return list(range(chunk_tokens))
 
 
-class Confirmed(NamedTuple):
-    """What a rank has of the adapter that takes its report."""
-
-    control: str
-    """Path of the control socket of this rank's store."""
-    connection: socket.socket
-    """The caller's to keep for as long as the engine lives: its end tells the adapter that the engine is gone."""
-
-
-def confirm(path: str, report: Report, check: str) -> Confirmed:
-    """Report to the adapter at `path` and return where this rank's store answers. Blocks for the answer.
+def confirm(path: str, report: Report, check: str) -> tuple[str, Held]:
+    """Report to the adapter at `path`; return the path of the control socket of this rank's store, and what the caller must
+    keep for as long as the engine lives: its end tells the adapter that the engine is gone. Blocks for the answer.
 
     `check` is a salt of `check_salt` under which LMCache's server has looked `check_ids` up: the adapter has seen by
-    which hash the server names chunks. Raises `UnsupportedEngine` if nobody listens, or with the adapter's reason for
+    which hash the server names chunks. Raises `UnsupportedEngine` if nobody answers, or with the adapter's reason for
     serving this engine nothing.
     """
+    told = Held(ControlClient([path]))
     try:
-        connection = frames.connect(path)
-    except OSError as error:
+        [control] = told.begin("report", msgspec.msgpack.encode((report, check))).result(TIMEOUT_S)
+    except (UnsupportedEngine, TimeoutError) as error:
         raise UnsupportedEngine(
-            f"no cartridge adapter listens at {path} ({error}). Start LMCache's server first, with --l2-adapter and "
+            f"no cartridge adapter answers at {path} ({error}). Start LMCache's server first, with --l2-adapter and "
             f"the same `control` as in {CONTROL}; see `lmcache-cartridge config lmcache-multiprocess.sh`"
         ) from error
-    try:
-        if frames.peer_uid(connection) != os.geteuid():
-            raise UnsupportedEngine(f"another user listens at {path}")
-        problem, result = frames.ask(connection, [msgspec.to_builtins(report, builtin_types=(bytes,)), check])
-        if problem is not None:
-            raise UnsupportedEngine(f"the cartridge adapter refuses this engine: {problem}")
-    except BaseException as error:
-        connection.close()
-        if isinstance(error, ValueError):
-            raise UnsupportedEngine(f"the cartridge adapter at {path} ended while it was asked") from None
-        raise
-    return Confirmed(result, connection)
+    except CartridgeError as error:
+        raise UnsupportedEngine(f"the cartridge adapter refuses this engine: {error}") from None
+    return control, told
 
 
 class ReportServer(frames.FrameServer):
@@ -126,43 +107,24 @@ class ReportServer(frames.FrameServer):
 
         Raises `UnsupportedEngine` where another adapter listens or the directory is not ours alone.
         """
-        from ..library.workers import Workers  # here, for the connector reports and serves none
-
         _take_place(path)
-        self._path, self._accept, self._gone = path, accept, gone
-        self._calls = Workers("cartridge-report", 8)
-        super().__init__(str(path), self._answer)
+        self._accept, self._gone = accept, gone
+        super().__init__(str(path))
 
     def close(self) -> None:
         """Take no more reports."""
         super().close()
-        self._path.unlink(missing_ok=True)
+        Path(self.path).unlink(missing_ok=True)
 
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Take one report and wait until whoever sent it goes."""
-        accepted: list[Report] = []
-
-        def take(frame: bytes) -> str:
-            try:
-                report, check = _decode_report(frame)
-            except msgspec.DecodeError as error:
-                raise UnsupportedEngine(f"no report of this version: {error}") from error
-            control = self._accept(report, check)
-            accepted.append(report)
-            return control
-
+    async def answer(self, held: ExitStack, has_left: Callable[[], bool], method: str, *arguments: Any) -> str:
+        """Take one report."""
         try:
-            taking = asyncio.wrap_future(self._calls.submit(object(), partial(take, await frames.read(reader))))
-            writer.write(frames.encode(await frames.result(taking, logger, "taking a report")))
-            await writer.drain()
-            if accepted:
-                await reader.read()
-        except (OSError, EOFError) as error:
-            logger.debug("a report broke off: %s", error)
-        finally:
-            for report in accepted:
-                self._gone(report)
-            writer.close()
+            report, check = _decode_report(*arguments)
+        except msgspec.DecodeError as error:
+            raise UnsupportedEngine(f"no report of this version: {error}") from error
+        control = await self.in_thread(self._accept, report, check)
+        held.callback(self._gone, report)
+        return control
 
 
 _decode_report = msgspec.msgpack.Decoder(tuple[Report, str]).decode
@@ -176,8 +138,7 @@ def _take_place(path: Path) -> None:
         raise UnsupportedEngine(
             f"{path.parent} may be written to by other users; put `control` into a directory of yours"
         )
-    try:
-        frames.connect(str(path)).close()
-    except OSError:  # nobody does, and a dead one's socket is replaced
-        return
-    raise UnsupportedEngine(f"another adapter listens at {path}; give each its own `control`")
+    with socket.socket(socket.AF_UNIX) as asking:
+        asking.settimeout(TIMEOUT_S)
+        if asking.connect_ex(str(path)) == 0:  # else nobody does, and a dead one's socket is replaced
+            raise UnsupportedEngine(f"another adapter listens at {path}; give each its own `control`")

@@ -54,22 +54,23 @@ class TierEvents:
         the engine's own.
         """
         self._block, self._ask = block_tokens, ask
-        self._held: dict[str, dict[str, Content]] = {}
+        self._held: dict[tuple[str, str], Content] = {}
         """By medium and digest."""
-        self._told: dict[str, dict[str, Content]] = {}
+        self._told: dict[tuple[str, str], Content] = {}
         self._contents: Lru[str, Content] = Lru(_MAX_CONTENTS)
         threading.Thread(target=self._look_on, name="cartridge-events", daemon=True).start()
 
     def take(self) -> list[KVCacheEvent]:
         """Return what has changed since the last call: blocks stored, and blocks removed."""
-        events: list[KVCacheEvent] = []
-        told_by_medium, self._told = self._told, self._held
-        for medium in sorted(self._told.keys() | told_by_medium.keys()):
-            told, held = told_by_medium.get(medium, {}), self._told.get(medium, {})
-            gone = [hash_ for digest, content in told.items() if digest not in held for hash_ in content.hashes]
-            if gone:
-                events.append(BlockRemoved(block_hashes=gone, medium=medium))
-            events += [
+        told, held = self._told, self._held
+        self._told = held
+        events: list[KVCacheEvent] = [
+            BlockRemoved(block_hashes=told[medium, digest].hashes, medium=medium)
+            for medium, digest in told.keys() - held.keys()
+        ]
+        for medium, digest in held.keys() - told.keys():
+            content = held[medium, digest]
+            events.append(
                 BlockStored(
                     block_hashes=content.hashes,
                     parent_block_hash=None,
@@ -79,18 +80,16 @@ class TierEvents:
                     medium=medium,
                     lora_name=None,
                 )
-                for digest, content in held.items()
-                if digest not in told
-            ]
+            )
         return events
 
     def _look(self) -> None:
-        held: dict[str, dict[str, Content]] = {}
+        held: dict[tuple[str, str], Content] = {}
         for tier, counts in self._ask("chunks_by_tier")[0].items():
             for digest, chunks in counts.items():
                 content = self._content(digest)
                 if content is not None and chunks >= content.whole[tier]:
-                    held.setdefault(_MEDIA[tier], {})[digest] = content
+                    held[_MEDIA[tier], digest] = content
         self._held = held
 
     def _content(self, digest: str) -> Content | None:
@@ -123,25 +122,25 @@ class WorkersStore(KVConnectorHandshakeMetadata):
     """Where rank 0 answers for its store, which its worker tells the scheduler once both are there."""
 
     path: str
-    block_tokens: int
 
 
 class TellsTiers:
     """Makes a connector tell what the tiers hold, beside what it tells itself. A class to inherit before vLLM's."""
 
+    _config: VllmConfig
     _events: TierEvents | None = None
     """In the scheduler's process."""
     _store: WorkersStore | None = None
     """In rank 0's worker."""
 
-    def tell_tiers(self, vllm_config: VllmConfig, path: Callable[[], str]) -> None:
+    def tell_tiers(self, path: Callable[[], str]) -> None:
         """Have the scheduler tell what this worker's store has, which answers at `path`, where vLLM publishes events and the
         settings say so.
         """
-        events, parallel = vllm_config.kv_events_config, vllm_config.parallel_config
+        events, parallel = self._config.kv_events_config, self._config.parallel_config
         is_first = parallel.rank % parallel.world_size == 0
         if is_first and events is not None and events.enable_kv_cache_events and from_environment().kv_events:
-            self._store = WorkersStore(path(), vllm_config.cache_config.block_size)
+            self._store = WorkersStore(path())
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Return what the scheduler's side should know of this worker."""
@@ -151,7 +150,8 @@ class TellsTiers:
         """Take what the workers told."""
         for store in metadata.values():
             assert isinstance(store, WorkersStore), "LMCache's connectors have none"
-            self._events = TierEvents(store.block_tokens, ControlClient([store.path]).call)
+            block_tokens = self._config.cache_config.block_size
+            self._events = TierEvents(block_tokens, ControlClient([store.path]).call)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Return the events since the last call, LMCache's own first."""

@@ -110,13 +110,6 @@ class Admission:
             self.maker = Maker(self, asked, chunk_tokens, served)
             await self.maker.start()
 
-    def close(self) -> None:
-        """Disconnect from the workers, which ends every claim."""
-        self.client.close()
-        if self.follower is not None:
-            self.follower.close()
-        self._pool.shutdown()
-
     @property
     def library(self) -> Following | None:
         """How far the published library is followed; None where settings name none. Does not block."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from ..engine.client import ControlClient, RemoteClaim
+from ..engine.client import ControlClient, Held
 from ..engine.contract import COMPUTED, GRANT, TAG
 from ..engine.salts import adapter_name
 from ..settings import Settings
@@ -17,7 +17,7 @@ _ANSWER_S = 0.5
 """How long the workers may take to answer once a claim's time is up."""
 
 
-class Claim(RemoteClaim):
+class Claim(Held):
     """A request's claim on what it selected.
 
     Leaving `async with` releases it, unless it was granted to the engine. One that was granted is released when the
@@ -25,7 +25,7 @@ class Claim(RemoteClaim):
     """
 
     def __init__(self, client: ControlClient, selection: Selection) -> None:
-        super().__init__(client, selection.tag or "", selection.located)
+        super().__init__(client)
         self.selection = selection
         self.is_text = False
         """Whether the documents' own text takes the place of the KV; then nothing is held."""
@@ -52,7 +52,8 @@ class Claim(RemoteClaim):
             return True
         try:
             async with asyncio.timeout(settings.ready_timeout_s + _ANSWER_S):
-                ranks = await asyncio.wrap_future(self.begin(settings.ready_timeout_s, may_compute=may_compute))
+                asked = self.begin("claim", selection.tag, selection.located, settings.ready_timeout_s, may_compute)
+                ranks = await asyncio.wrap_future(asked)
         except TimeoutError:
             ranks = []  # not told in time
         refused = next((rank for rank in ranks if rank["refused"]), None)

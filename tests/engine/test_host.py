@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import abc
-import enum
 import re
 import warnings
 from functools import reduce
@@ -57,8 +55,6 @@ PROMISED = {
 }  # fmt: skip
 """What other files may import: what is documented, what a plugin or connector is built on or handed, and, where its absence is
 told by the command that wants it, what `vllm bench serve` is made of."""
-OVERRIDDEN = {"_get_or_create_request_tracker", "_get_request_tracker"}
-"""Of the connector that ours is a kind of; `verify` goes through the first."""
 
 
 @pytest.fixture(params=[(part, path) for part, names in host.NAMES.items() for path in names], ids=lambda p: p[1])
@@ -68,10 +64,7 @@ def taken(request, monkeypatch):
     module, _, attributes = path.partition(":")
     *owners, last = attributes.split(".")
     owner = reduce(getattr, owners, host.module(module))
-    if isinstance(owner, type) and issubclass(owner, enum.Enum):
-        monkeypatch.setattr(host.module(module), owners[-1], SimpleNamespace())
-    else:
-        monkeypatch.delattr(owner, last)
+    monkeypatch.delattr(owner, last)
     return part, path
 
 
@@ -83,23 +76,16 @@ def test_a_name_that_is_gone_is_named_at_start_with_the_versions(taken):
     assert all(f"{name} {version}" in str(refused.value) for name, version in PROVEN.items())
 
 
-@pytest.mark.parametrize("part", host.NAMES)
-def test_what_is_installed_is_accepted(part):
-    host.verify(part)
-
-
 @pytest.mark.parametrize(
     ("part", "path", "changed"),
     [
-        ("worker", "vllm.model_executor.models.utils:extract_layer_index", lambda name: 0),
         ("in-process", "lmcache.integration.vllm.vllm_v1_adapter:LoadSpec", lambda vllm, lmcache: None),
-        ("multiprocess", "lmcache.v1.multiprocess.custom_types:IPCCacheServerKey", lambda model, ids: None),
         (
             "multiprocess",
             "lmcache.integration.vllm.lmcache_mp_connector:LMCacheMPConnector.get_num_new_matched_tokens",
             lambda self, request, computed: (0, False),  # does not ask for a tracker by the name that we override
         ),
-        ("api", "vllm.entrypoints.openai.completion.protocol:CompletionRequest", lambda model, prompt: object()),
+        ("api", "vllm.exceptions:GenerationError", lambda text: ValueError()),
     ],
 )
 def test_a_name_that_means_something_else_is_refused(part, path, changed, monkeypatch):
@@ -109,47 +95,7 @@ def test_a_name_that_means_something_else_is_refused(part, path, changed, monkey
         host.verify(part)
 
 
-@pytest.mark.parametrize(
-    ("part", "ours"),
-    [("adapter", "l2:CartridgeL2Adapter"), ("in-process", "backend:CartridgeBackend"), ("in-process", "inject:EngineWriteConnector")],
-)  # fmt: skip
-def test_a_method_that_a_release_asks_for_and_we_have_not_is_named_at_start(part, ours, monkeypatch):
-    module, _, name = ours.partition(":")
-    own = getattr(host.module(f"{PACKAGE}.engine.{module}"), name)
-    classes = [own.__bases__[0], own]
-    with monkeypatch.context() as patch:
-        patch.setattr(classes[0], "get_news", abc.abstractmethod(lambda self: None), raising=False)
-        for each in classes:
-            abc.update_abstractmethods(each)
-        with pytest.raises(UnsupportedEngine, match=f"{name} .*get_news"):
-            host.verify(part)
-    for each in classes:
-        abc.update_abstractmethods(each)
-    host.verify(part)
-
-
 # Names of live objects.
-
-
-def _connector(**manager: Any) -> Any:
-    found = {"lmcache_engine": None, "_init_failed_reason": "no memory"} | manager
-    adapter = SimpleNamespace(_manager=SimpleNamespace(**found), load_specs={})
-    return SimpleNamespace(_lmcache_engine=adapter)
-
-
-@pytest.mark.parametrize(
-    "path", ["_lmcache_engine", "_lmcache_engine.load_specs", "_lmcache_engine._manager.lmcache_engine"]
-)
-def test_lmcache_behind_its_connector_is_refused_where_a_part_is_not_where_it_was(path):
-    engine = SimpleNamespace(storage_manager=SimpleNamespace(storage_backends={"a": "backend"}))
-    assert host_inprocess.InProcess(_connector(lmcache_engine=engine)).backends() == ["backend"]
-    connector, (*owners, name) = _connector(), path.split(".")
-    delattr(reduce(getattr, owners, connector), name)
-    with pytest.raises(UnsupportedEngine, match=name):
-        host_inprocess.InProcess(connector)
-    del engine.storage_manager.storage_backends
-    with pytest.raises(UnsupportedEngine, match="storage_backends"):
-        host_inprocess.InProcess(_connector(lmcache_engine=engine)).backends()
 
 
 def test_another_way_of_naming_chunks_is_refused_at_start():
@@ -189,21 +135,12 @@ def test_lmcaches_server_moves_blocks_itself_on_gpus_unless_told_otherwise(mode,
 
 
 def test_handlers_that_cannot_be_wrapped_are_refused():
-    def wrap(**state: Any) -> None:
-        ours, guard, shown = (lambda inner, what=what: [what, inner] for what in ("ours", "guard", "shown"))
-        host_api.wrap_handlers(SimpleNamespace(**state), client, ours, guard, shown)
-
-    client = object()
-    sound, showing = (SimpleNamespace(online_renderer="theirs", engine_client=client) for _ in "ab")
-    wrap(openai_serving_chat=sound, serving_render=showing, _state={"a": sound, "b": object()}, serving_tokens=None)
-    assert (sound.online_renderer, sound.engine_client) == (["ours", "theirs"], ["guard", client])
-    assert (showing.online_renderer, showing.engine_client) == (["shown", "theirs"], client)
     for broken, named in (
         ({"openai_serving_chat": SimpleNamespace(online_renderer=1, engine_client=object())}, "openai_serving_chat"),
         ({}, "_state"), ({"serving_render": object()}, "online_renderer"),
     ):  # fmt: skip
         with pytest.raises(UnsupportedEngine, match=named):
-            wrap(**broken)
+            host_api.wrap_handlers(SimpleNamespace(**broken), object(), list, list, list)
 
 
 # Where such names stand.
@@ -218,45 +155,7 @@ def _host_imports(source: str, module: str) -> list[tuple[str, str]]:
     ]
 
 
-def _inherited_private(source: str) -> set[str]:
-    """Return the private names that classes use of themselves and that the file defines nowhere: their base's."""
-    heads = [line.partition("(" if "def " in line else " = ")[:2] for line in source.splitlines()]
-    used = re.findall(r"\b(?:self|cls|super\(\))\.(_[^_]\w*)", source)
-    own = [name for head, found in heads if found and "(" not in head for name in re.findall(r"\b_\w+", head)]
-    return set(used) - set(own)
-
-
-def test_the_readers_of_these_tests_miss_nothing():
-    source = """
-import vllm
-if TYPE_CHECKING:
-    from lmcache.v1 import x
-def f():
-    from vllm.inner import _y
-class C(Base):
-    def _own(self):
-        self._mine, self._too = self._theirs, 1
-        super()._base().x = self._own(), self._too
-"""
-    assert _host_imports(source, HOSTS[0]) == [("vllm", "vllm"), ("vllm.inner", "_y")]
-    assert _inherited_private(source) == {"_theirs", "_base"}
-
-
 @pytest.mark.parametrize("module", [m for m in FILES if m not in HOSTS])
 def test_no_other_file_uses_what_is_not_promised(module):
     found = _host_imports(SOURCES[module], module)
     assert [(owner, name) for owner, name in found if name not in PROMISED.get(owner, ())] == []
-    if any(owner.startswith(("vllm", "lmcache")) for owner, _ in found):
-        assert _inherited_private(SOURCES[module]) <= OVERRIDDEN
-
-
-def test_every_name_that_the_files_import_is_verified_at_start():
-    verified = {
-        (path.partition(":")[0], path.partition(":")[2].partition(".")[0])
-        for names in host.NAMES.values()
-        for path in names
-    }
-    looked_up = {pair for module in HOSTS for pair in _host_imports(SOURCES[module], module)}
-    modules = {("lmcache.v1", "gpu_connector"), ("lmcache.integration.vllm", "lmcache_mp_connector")}
-    assert looked_up - modules <= verified
-    assert {f"{owner}.{name}" for owner, name in modules} <= {owner for owner, _ in verified}
