@@ -64,21 +64,20 @@ def lmcache_config(settings: Settings, chunk_tokens: int = CHUNK, **options: Any
     return config
 
 
-def lmcache_metadata(config: LMCacheEngineConfig, vllm_config: VllmConfig, role: str = "worker") -> LMCacheMetadata:
+def lmcache_metadata(config: LMCacheEngineConfig, vllm_config: VllmConfig) -> LMCacheMetadata:
     """Return what LMCache makes of vLLM's configuration."""
-    return VllmServiceFactory(config, vllm_config, role).get_or_create_metadata()
+    return VllmServiceFactory(config, vllm_config, "worker").get_or_create_metadata()
 
 
 @contextmanager
 def lmcache_engine(
-    config: LMCacheEngineConfig, vllm_config: VllmConfig, connector: GPUConnectorInterface | None, role: str = "worker",
-    *, leaves_threads: bool = False,
+    config: LMCacheEngineConfig, vllm_config: VllmConfig, connector: GPUConnectorInterface, *, leaves_threads: bool = False,
 ) -> Iterator[LMCacheEngine]:  # fmt: skip
     """Build LMCache's engine and load its plugins, with vLLM's configuration set as it is while KV caches register.
 
     At the end everything that LMCache keeps in the process is taken down, but for threads of what `leaves_threads`.
     """
-    metadata = lmcache_metadata(config, vllm_config, role)
+    metadata = lmcache_metadata(config, vllm_config)
     threads = set(threading.enumerate())
     gc.freeze()  # LMCache collects garbage first, which takes half a second over everything vLLM has imported
     with quietly():

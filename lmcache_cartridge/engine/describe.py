@@ -86,12 +86,12 @@ def check_api(config: VllmConfig) -> None:
         ) from error
 
 
-def check_vllm(config: VllmConfig, kv_cache_config: KVCacheConfig | None = None) -> None:
+def check_vllm(config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     """Raise `UnsupportedEngine`, with the fix, for a vLLM configuration under which cartridges are not safe."""
     from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
     parallel, transfer, speculates = config.parallel_config, transfer_of(config), config.speculative_config
-    groups = kv_cache_config.kv_cache_groups if kv_cache_config else []
+    groups = kv_cache_config.kv_cache_groups
     is_inside = (
         transfer.get_from_extra_config(CONTROL, None) is None
     )  # LMCache runs in vLLM's workers, not beside as a server
@@ -171,7 +171,6 @@ def describe(config: LMCacheEngineConfig, metadata: LMCacheMetadata, engine: LMC
             f"{transfer_of(vllm_config).kv_connector} is not ours, and writes wrong KV (LMCache#4463). Where VLLM_PLUGINS is "
             f"set, name `{API_PLUGIN}` in it; else install lmcache-cartridge again"
         )
-    check_vllm(vllm_config)
     refusals.check(refusals.LMCACHE, config)
     parallel = vllm_config.parallel_config
     is_stage = parallel.pipeline_parallel_size > 1

@@ -111,14 +111,6 @@ ENGINE: list[Row] = [
             "remove it from kv_connector_extra_config"),
 ]  # fmt: skip
 """Of `Facts`."""
-CONTEXTS: list[Row] = [
-    (lambda engine: not engine.saves, "the setting contexts", "a context is made of what LMCache saves",
-            "give --l1-bytes, and neither --no-save nor kv_role kv_consumer"),
-    (lambda engine: engine.engines > 1, "the setting contexts", "one engine makes and tries a context for all", "remove data parallelism"),
-    (lambda engine: engine.stages > 1, "the setting contexts", "each pipeline stage has some layers of the KV", "use one stage"),
-    (lambda engine: engine.cache_dtype in QUANTISED_CACHES, "the setting contexts", IN_FP8, "remove --kv-cache-dtype"),
-]  # fmt: skip
-"""Of `Facts`, where clients may have contexts made."""
 LMCACHE: list[Row] = [
     (lambda config: config.enable_async_loading, "LMCache's enable_async_loading is on",
             "it releases cached objects twice and hangs on a miss (LMCache 0.5.6)", "set `enable_async_loading: false` in the LMCache YAML"),

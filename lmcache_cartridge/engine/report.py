@@ -90,7 +90,7 @@ def confirm(path: str, report: Report, check: str) -> tuple[str, Held]:
         [control] = told.begin("report", msgspec.msgpack.encode((report, check))).result(TIMEOUT_S)
     except (UnsupportedEngine, TimeoutError) as error:
         raise UnsupportedEngine(
-            f"no cartridge adapter answers at {path} ({error}). Start LMCache's server first, with --l2-adapter and "
+            f"no cartridge adapter listens at {path} ({error}). Start LMCache's server first, with --l2-adapter and "
             f"the same `control` as in {CONTROL}; see `lmcache-cartridge config lmcache-multiprocess.sh`"
         ) from error
     except CartridgeError as error:

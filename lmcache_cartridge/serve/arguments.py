@@ -91,10 +91,8 @@ class Arguments:
         """Return the arguments less one option."""
         return [token for option in self._given if option.name != name for token in option.tokens]
 
-    def check(self, *, in_process: bool, saves: bool = False, contexts: bool = False) -> None:
-        """Raise `UnsupportedEngine`, with the reason, for what the connector refuses once a model is loaded, and for what does
-        not go with `contexts`.
-        """
+    def check(self, *, in_process: bool, saves: bool = False) -> None:
+        """Raise `UnsupportedEngine`, with the reason, for what the connector refuses once a model is loaded."""
         if self.get("kv-offloading-size") is not None:
             raise UnsupportedEngine(
                 "--kv-offloading-size puts another connector in the place of the one that serves cartridges; remove it"
@@ -103,7 +101,7 @@ class Arguments:
         speculates = self.mapping("speculative-config")
         method = speculates.get("method") or self.get("spec-method")
         refusals.check(
-            refusals.ENGINE + refusals.CONTEXTS * contexts,
+            refusals.ENGINE,
             refusals.Facts(
                 in_process=in_process,
                 saves=saves,

@@ -115,7 +115,7 @@ def plan(
     is_idle = in_process and role == "kv_both" and not l1_bytes and saves_nowhere(given.get(EXTRA) or {}, os.environ)
     if settings.contexts and role == "kv_consumer":
         raise UnsupportedEngine("contexts need LMCache's saving (--l1-bytes)")
-    arguments.check(in_process=in_process, saves=role == "kv_both" and not is_idle, contexts=settings.contexts)
+    arguments.check(in_process=in_process, saves=role == "kv_both" and not is_idle)
     check_versions(unproven=settings.unproven_versions)
     yaml = lmcache_yaml(settings, chunk_tokens, saved_bytes=l1_bytes if in_process and saves else 0)
     path = yaml_path(settings, yaml)

@@ -84,7 +84,10 @@ class Maker:
         config = self._engine.vllm_config
         if config.parallel_config.data_parallel_size > 1 or config.kv_transfer_config.kv_role == "kv_consumer":
             raise UnsupportedEngine("contexts: LMCache has to save (--l1-bytes), in the one engine of a server")
-        await self._admission.client.ask("captured", "", [], 0)
+        try:
+            await self._admission.client.ask("captured", "", [], 0)
+        except CartridgeError as error:
+            raise UnsupportedEngine(f"contexts: {error}") from error
         self.table.create()
         if self._library:
             await asyncio.to_thread(self._library.registry.begin)

@@ -207,14 +207,6 @@ def test_keys_under_other_tags_are_misses_everywhere(serving, name, configs):
         assert plugin.batched_contains(serving.keys(name, own)) == 5, "that is no matter to cartridges"
 
 
-def test_nothing_can_be_removed_through_the_plugin(serving):
-    _serve(serving, "short")
-    manager, keys = serving.engine.storage_manager, serving.keys()
-    assert (manager.remove(keys[0]), manager.batched_remove(keys)) == (0, 0)
-    assert serving.engine.clear(tokens=serving.cartridges["short"].prompt) == 0
-    assert serving.plugin.batched_contains(keys) == 5
-
-
 @pytest.mark.parametrize("error", [KeyError, MemoryError, None])
 def test_a_store_that_fails_or_is_closed_is_a_miss_in_the_log_and_never_an_error(serving, monkeypatch, caplog, error):
     def fail(*_: Any) -> None:
@@ -231,9 +223,3 @@ def test_a_store_that_fails_or_is_closed_is_a_miss_in_the_log_and_never_an_error
     _says_nothing(serving.plugin, keys)
     assert ("the store is broken" in caplog.text) is (error is not None)
     caplog.clear()  # for `nothing_is_swallowed`
-
-
-def test_the_schedulers_process_has_no_store_and_answers_no(tmp_path, home, config):
-    with lmcache_engine(lmcache_config(from_mapping({"home": tmp_path})), config, None, role="scheduler") as engine:
-        assert plugin(engine).store is None
-        _says_nothing(plugin(engine), Serving(engine, None, home).keys())

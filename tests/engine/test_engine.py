@@ -102,7 +102,7 @@ def _changed(**values: Any) -> VllmConfig:
 )  # fmt: skip
 def test_a_vllm_that_is_not_safe_is_refused_with_the_reason(make, reason):
     with pytest.raises(UnsupportedEngine, match=reason):
-        engines.check_vllm(make())
+        engines.check_vllm(make(), _cached())
 
 
 def test_the_block_that_requests_share_is_lost_by_none_of_them(monkeypatch):
@@ -189,10 +189,10 @@ def test_nothing_is_saved_or_computed_again_of_a_model_whose_every_layer_gives_i
 )  # fmt: skip
 def test_what_lmcaches_server_alone_can_take_is_refused_inside_vllm(make, reason):
     with pytest.raises(UnsupportedEngine, match=f"{reason}: .* --mode multiprocess"):
-        engines.check_vllm(make())
+        engines.check_vllm(make(), _cached())
     beside = make()
     beside.kv_transfer_config.kv_connector_extra_config = _BESIDE
-    engines.check_vllm(beside)
+    engines.check_vllm(beside, _cached())
 
 
 @pytest.mark.parametrize(
@@ -213,18 +213,16 @@ def test_the_lmcache_configuration_that_serve_writes_is_accepted_and_an_unsafe_o
 
 
 @pytest.mark.parametrize(
-    ("options", "role", "reason"),
+    ("options", "reason"),
     [
-        ({"extra": {"storage_plugin.cartridge.gpu_budget": 5}}, "kv_consumer", "gpu_budget: no such setting"),
-        ({"extra": {"storage_plugin.second.class_name": "CartridgeBackend"}}, "kv_consumer", "there must be one"),
-        ({"lookup_timeout_ms": 1000}, "kv_consumer", "lookup_timeout_s is 1.0"),
-        ({}, "kv_producer", "kv_role is kv_producer"),
+        ({"extra": {"storage_plugin.cartridge.gpu_budget": 5}}, "gpu_budget: no such setting"),
+        ({"extra": {"storage_plugin.second.class_name": "CartridgeBackend"}}, "there must be one"),
+        ({"lookup_timeout_ms": 1000}, "lookup_timeout_s is 1.0"),
     ],
-)  # fmt: skip
-def test_why_lmcache_dropped_the_plugin_is_kept(settings, options, role, reason):
-    """The last is of vLLM, as under the stock connector, where nothing but the plugin itself checks."""
+)
+def test_why_lmcache_dropped_the_plugin_is_kept(settings, options, reason):
     given = lmcache_config(settings.model_copy(update={"lookup_timeout_s": 1.0}), **options)
-    with lmcache_engine(given, vllm_config(transfer={"kv_role": role}), EngineWriteConnector()) as engine:
+    with lmcache_engine(given, vllm_config(), EngineWriteConnector()) as engine:
         assert not [b for b in engine.storage_manager.storage_backends.values() if isinstance(b, CartridgeBackend)]
         assert reason in str(CartridgeBackend.refusal)
 

@@ -39,16 +39,6 @@ def _zeros(blocks: Blocks, share: float = 1) -> Any:
     return memory_object(torch.zeros(int(share * blocks.shape(CHUNK).size_bytes), dtype=torch.uint8))
 
 
-def test_reading_blocks_back_sees_a_single_wrong_element(blocks, connector):
-    """The control of every comparison here: it fails for one element, and for K in the place of V."""
-    kv, slots = blocks.noise(CHUNK), blocks.scattered(CHUNK)
-    for wrong in (kv.clone(), kv.flip(0)):
-        wrong[1, 2, CHUNK - 1, 1, -1] += 1
-        connector.batched_to_gpu(*_chunks(blocks, wrong, connector), slot_mapping=slots)
-        assert torch.equal(blocks.kv()[:, :, slots], wrong)
-        assert not torch.equal(blocks.kv()[:, :, slots], kv)
-
-
 def _swapped(blocks: Blocks, tokens: int) -> torch.Tensor:
     slots = blocks.whole(tokens)
     slots[[37, 38]] = slots[[38, 37]]
@@ -149,11 +139,6 @@ def test_what_nothing_can_read_back_is_not_saved(block):
 
 
 # What is bound.
-
-
-@pytest.mark.parametrize(("block", "chunk"), [(128, 64), (32, 48)])
-def test_chunks_that_are_not_made_of_whole_blocks_are_not_packed_in_blocks(block, chunk):
-    assert Blocks(vllm_config(block_size=block), 4).connector(chunk).layout == "heads"
 
 
 def _refused(blocks: Blocks, caches: dict, layers: dict, reason: str, first_layer: int = 0) -> None:

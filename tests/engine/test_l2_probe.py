@@ -54,21 +54,6 @@ def test_keys_beside_values_are_recognised():
     assert written_layout(_caches(dtype=torch.float32), dict.fromkeys("ab", _Layer(_beside))) == "fused"
 
 
-@pytest.mark.parametrize(
-    "write",
-    [
-        lambda k, v, blocks: _beside(v, k, blocks),
-        lambda k, v, blocks: _beside(k.flip(1), v.flip(1), blocks),
-        lambda k, v, blocks: _beside(k.flip(2), v, blocks),
-        lambda k, v, blocks: _beside((k.float() * 1.01).to(k.dtype), v, blocks),
-    ],
-    ids=["values first", "heads", "tokens", "quantised"],
-)
-def test_a_layout_that_is_not_known_is_refused(write):
-    with pytest.raises(UnsupportedEngine, match="not known"):
-        written_layout(_caches(), dict.fromkeys("ab", _Layer(write)))
-
-
 def test_whole_blocks_that_are_not_known_are_refused():
     """Views of a block as tokens cannot be copied in whole; neither can blocks whose heads lie apart."""
     with pytest.raises(UnsupportedEngine, match="not known"):

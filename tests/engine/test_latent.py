@@ -98,7 +98,8 @@ def test_in_multiprocess_mode_each_layer_is_seen_to_write_rows_at_start(layers, 
 
 def test_lmcache_inside_vllm_is_refused_with_the_mode_that_serves_them(tmp_path):
     config = vllm_config(make_model(tmp_path / "model", FAMILIES["deepseek-v3"]()), block_size=16)
+    caches: Any = SimpleNamespace(kv_cache_groups=[])
     with pytest.raises(UnsupportedEngine, match="multi-head latent attention: .*--mode multiprocess"):
-        check_vllm(config)
+        check_vllm(config, caches)
     config.kv_transfer_config.kv_connector_extra_config = {CONTROL: "/nowhere"}
-    check_vllm(config)
+    check_vllm(config, caches)
