@@ -15,6 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lmcache_cartridge.engine import backend, capture
 from lmcache_cartridge.memory import loader, rope, tiles
 
@@ -34,7 +36,7 @@ class CartridgeBackend(backend.CartridgeBackend):
 
 def break_kv() -> None:
     """Have this process load KV slowly, as releases did that packed chunks from S3 not at all, and rotated every layer."""
-    pack, shift, read, fetch = tiles.pack, loader.shift_keys, loader.ChunkLoader.read, capture.as_heads
+    pack, shift, read, fetch = tiles.pack, loader.shift, loader.ChunkLoader.read, capture.as_heads
 
     def fetched(kv: Any) -> bytes:
         time.sleep(_fault("capture_s") or 0)
@@ -50,12 +52,12 @@ def break_kv() -> None:
         else:
             pack(heads, out, *args)
 
-    def everywhere(keys: Any, shape: Any, offset: int) -> Any:
-        if _fault("rotate") and offset:
-            return rope.rotate(keys, shape.rope[0], offset)
-        return shift(keys, shape, offset)
+    def everywhere(kv: Any, shape: Any, offset: int) -> Any:
+        if _fault("rotate"):
+            return torch.stack([rope.rotate(kv[0], shape.rope[0], offset), kv[1]])
+        return shift(kv, shape, offset)
 
-    tiles.pack, loader.shift_keys, loader.ChunkLoader.read = unpacked, everywhere, slow
+    tiles.pack, loader.shift, loader.ChunkLoader.read = unpacked, everywhere, slow
     capture.as_heads = fetched
 
 

@@ -195,9 +195,8 @@ def memory_objects(shape: ChunkShape) -> Callable[[Any], MemoryObj]:
         made.end_loan = loan.close
         return made
 
-    over(
-        SimpleNamespace(bytes=torch.empty(0), close=lambda: None)
-    )  # else found by a request, where LMCache's have changed
+    # Else a request would find out that LMCache's have changed.
+    over(SimpleNamespace(bytes=torch.empty(0), close=lambda: None))
     return over
 
 

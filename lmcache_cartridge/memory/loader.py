@@ -27,7 +27,7 @@ from . import codec, tiles
 from .layout import ChunkShape, heads_view
 from .loads import ChunkSource, Piece
 from .quantise import Quantiser
-from .rope import shift_keys
+from .rope import shift
 from .slab import slab
 
 MAX_SCRATCH_BYTES = 1 << 30
@@ -54,7 +54,6 @@ class Share(NamedTuple):
     """Where a stored chunk, or some of it, belongs in an engine chunk."""
 
     segment: Segment
-    stored: int
     start: int
     """First position of the engine chunk in its prompt."""
 
@@ -114,7 +113,7 @@ class ChunkLoader:
             )
             if first < last:
                 for stored in range(first // stored_tokens, -(-last // stored_tokens)):
-                    where = None if is_as_served else Share(segment, stored, start)
+                    where = None if is_as_served else Share(segment, start)
                     found.append(Piece(ChunkKey(manifest.digest, stored), where))
         return found
 
@@ -140,18 +139,16 @@ class ChunkLoader:
 
     def put(self, piece: Piece, data: torch.Tensor, out: torch.Tensor) -> None:
         """Fill the part of an engine chunk in the heads layout, flat uint8, that a stored chunk is."""
-        ((manifest, _, _), offset), stored, start = piece.where
-        first = stored * manifest.stored.chunk_tokens
-        shape = self._piece(manifest, stored)
+        ((manifest, _, _), offset), start = piece.where
+        first = piece.at.chunk * manifest.stored.chunk_tokens
+        shape = self._piece(manifest, piece.at.chunk)
         low = max(start - offset, first)
         high = min(start + self.shape.tokens - offset, first + shape.tokens)
         place = slice(low + offset - start, high + offset - start)
-        target, own = heads_view(out, self.shape), slice(self._layers.start, self._layers.stop)
-        for plane, kv in enumerate(heads_view(data, shape)[:, :, low - first : high - first]):
-            if plane == 0 and offset:
-                # All layers: it knows them by number.
-                kv = shift_keys(kv, manifest.fingerprint, offset)
-            target[plane, :, place] = kv[own]
+        kv = heads_view(data, shape)[:, :, low - first : high - first]
+        if offset:
+            kv = shift(kv, manifest.fingerprint, offset)  # of all layers: it knows them by number
+        heads_view(out, self.shape)[:, :, place] = kv[:, self._layers.start : self._layers.stop]
 
     def room(self, slot: torch.Tensor) -> torch.Tensor:
         """Return the memory in which an engine chunk is put together: its slot, where that has the heads layout."""

@@ -22,27 +22,19 @@ def default_frequencies(config: Mapping[str, Any], kind: str | None = None) -> l
     return (1.0 / parameters["rope_theta"] ** exponents).tolist()
 
 
-def shift_keys(keys: torch.Tensor, shape: Fingerprint, offset: int) -> torch.Tensor:
-    """Return keys `[L, ..., head_size]` of positions j as those of positions j + `offset`; a new tensor, same dtype.
+def shift(kv: torch.Tensor, shape: Fingerprint, offset: int) -> torch.Tensor:
+    """Return canonical KV `[planes, L, ..., D]` of positions j as that of positions j + `offset`; a new tensor, same dtype.
 
-    Each of the model's L layers by its own rotation. Layers that do not rotate their keys are copied, there a key is the same
-    at every position, and so are latent vectors before a rotary key. Raises `UnsupportedModel` as `check_shift` does, unless
-    `offset` is 0.
+    The keys of each of the model's L layers move by its own rotation. Layers that do not rotate their keys are copied, there a
+    key is the same at every position, and so are latent vectors before a rotary key, and values. Raises `UnsupportedModel` as
+    `check_shift` does, unless `offset` is 0.
     """
     if offset == 0:
-        return keys.clone()
+        return kv.clone()
     check_shift(shape.rope)
-    if shape.latent is None:
-        return _rotated(keys, shape.rope, offset)
-    return torch.cat([keys[..., : shape.latent], _rotated(keys[..., shape.latent :], shape.rope, offset)], dim=-1)
-
-
-def shift(kv: torch.Tensor, shape: Fingerprint, offset: int) -> torch.Tensor:
-    """Return canonical KV `[planes, L, T, H, D]` of positions j as that of positions j + `offset`; a new tensor.
-
-    Values stay as they are. Raises as `shift_keys` does.
-    """
-    return torch.cat([shift_keys(kv[0], shape, offset)[None], kv[1:]])
+    keys, latent = kv[0], shape.latent or 0
+    keys = torch.cat([keys[..., :latent], _rotated(keys[..., latent:], shape.rope, offset)], dim=-1)
+    return torch.cat([keys[None], kv[1:]])
 
 
 def _rotated(keys: torch.Tensor, rope: Rope, offset: int) -> torch.Tensor:

@@ -27,7 +27,7 @@ from lmcache_cartridge.make import canary as make_canary
 from lmcache_cartridge.make.canary import in_another_layout
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.make.payload import as_served
-from lmcache_cartridge.memory.rope import shift_keys
+from lmcache_cartridge.memory.rope import shift
 
 CHUNK = 64
 POSITIONS = 320
@@ -80,7 +80,7 @@ def rotated(kv: torch.Tensor, model: CausalModel, layers: Iterable[int], offset:
     """Return the KV with the keys of some layers rotated by `offset` positions."""
     shape = model.fingerprint
     rope = msgspec.structs.replace(shape.rope[0], layers=tuple(layers))
-    return torch.stack([shift_keys(kv[0], msgspec.structs.replace(shape, rope=(rope,)), offset), kv[1]])
+    return shift(kv, msgspec.structs.replace(shape, rope=(rope,)), offset)
 
 
 def damages(kv: torch.Tensor, model: CausalModel) -> Iterator[tuple[str, torch.Tensor]]:

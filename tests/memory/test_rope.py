@@ -12,7 +12,7 @@ from transformers import DynamicCache, GlmConfig, GPTNeoXConfig
 from lmcache_cartridge.artifact.model import Fingerprint, Rotation
 from lmcache_cartridge.errors import UnsupportedModel
 from lmcache_cartridge.make.model import CausalModel
-from lmcache_cartridge.memory.rope import shift_keys
+from lmcache_cartridge.memory.rope import shift
 
 FP32_NOISE = 1e-5
 """Measured at offset 1000: 1e-7 to 3e-6. Not moved: 0.7 and more; wrong pairs: 0.7 and more; one position off: 0.09."""
@@ -32,10 +32,10 @@ MODELS = {
 
 @torch.inference_mode()
 def _made_at(model: CausalModel, start: int) -> torch.Tensor:
-    """Return keys `[L, H, T, D]` of a text that stands at `start`."""
+    """Return keys `[1, L, H, T, D]` of a text that stands at `start`."""
     cache, ids = DynamicCache(), torch.arange(5, 205)[None]
     model.model(input_ids=ids, position_ids=ids + start - 5, past_key_values=cache, use_cache=True)
-    return torch.stack([layer.keys[0] for layer in cache.layers])
+    return torch.stack([layer.keys[0] for layer in cache.layers])[None]
 
 
 def _of(*rope: Rotation) -> Fingerprint:
@@ -56,12 +56,12 @@ def test_keys_of_a_random_model_of_every_kind_are_moved_exactly_and_otherwise_th
     keys = _made_at(model, 0)
     for offset in (1, 1000):
         there = _made_at(model, offset)
-        assert _error(shift_keys(keys, model.fingerprint, offset), there) < FP32_NOISE
+        assert _error(shift(keys, model.fingerprint, offset), there) < FP32_NOISE
     other = msgspec.structs.replace(rope, pairing="half" if pairing == "interleaved" else "interleaved")
-    for wrong in (keys, shift_keys(keys, _of(other), 1000), shift_keys(keys, model.fingerprint, 1001)):
+    for wrong in (keys, shift(keys, _of(other), 1000), shift(keys, model.fingerprint, 1001)):
         assert _error(wrong, there) > 5000 * FP32_NOISE
 
 
 def test_keys_are_not_moved_where_it_is_not_known_how():
     with pytest.raises(UnsupportedModel, match="not known which layers"):
-        shift_keys(torch.zeros(2, 5, 64), _of(msgspec.structs.replace(make_rope(), pairing="half")), 1)
+        shift(torch.zeros(2, 2, 5, 64), _of(msgspec.structs.replace(make_rope(), pairing="half")), 1)
