@@ -28,8 +28,8 @@ def check(of: Any) -> None:
             assert tier._promoted - tier._evicted == resident, "promoted - evicted != resident"
             idle = [entry for entry in entries if entry.is_idle()]
             assert tier._idle == len(idle), "what can be evicted was miscounted"
-            offered = tier._replacement._queued if hasattr(tier._replacement, "_queued") else tier._cartridges
-            assert {entry.key.digest for entry in idle} <= offered.keys(), "a chunk could never be evicted"
+            offered = tier._replacement._queued.keys()
+            assert {entry.key.digest for entry in idle} <= offered, "a chunk could never be evicted"
             leases = {lease for entry in entries for lease in entry.leases}
             assert tier._leases.keys() == leases, "a lease is lost"
 

@@ -9,13 +9,9 @@ All uses lose weight at the same pace, so the order changes only where something
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from heapq import heappop, heappush, nlargest
 from math import exp2, inf, log2
-from operator import itemgetter
-
-from ..library.index import ChunkKey
 
 _HALF_LIFE = 7
 """In memories full of chunks that were used."""
@@ -94,8 +90,3 @@ class Replacement:
     def _queue(self, digest: str, rank: float) -> None:
         self._queued[digest] = rank
         heappush(self._heap, (rank, digest))
-
-
-def count_digests(keys: Sequence[ChunkKey]) -> dict[str, int]:
-    """Return how many of these keys of a prompt are of each digest."""
-    return Counter(map(itemgetter(0), keys))

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, islice, takewhile
+from itertools import islice, takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from ..errors import OverBudget
 from ..library.index import ChunkKey
 from .holds import Entry, Hold, Lease, Readiness, Reservation
 from .loads import ChunkSource, LoadThreads
-from .replacement import Replacement, count_digests
+from .replacement import Replacement
 from .slab import slab
 
 _RETRY_S = 1.0
@@ -84,8 +84,8 @@ class MemoryTier:
         """Equal slots, so nothing fragments; as views, since to make one costs more than the rest of a hit."""
         self._lease_s, self.clock = lease_s, clock
         self._entries: dict[ChunkKey, Entry] = {}
-        self._cartridges: OrderedDict[str, dict[int, Entry]] = OrderedDict()
-        """The same entries by digest, least recently used first, and chunk."""
+        self._cartridges: dict[str, dict[int, Entry]] = {}
+        """The same entries by digest and chunk."""
         self._replacement = Replacement(self.slots)
         self._leases: OrderedDict[Lease, None] = OrderedDict()
         """Those that were not released, in the order in which they run out."""
@@ -167,8 +167,7 @@ class MemoryTier:
     def resident_by_digest(self) -> dict[str, int]:
         """Return how many chunks of each digest are resident."""
         with self._lock:
-            entries = chain.from_iterable(chunks.values() for chunks in self._cartridges.values())
-            return dict(Counter(entry.key.digest for entry in entries if entry.state == "resident"))
+            return dict(Counter(key.digest for key, entry in self._entries.items() if _is_resident(entry)))
 
     def stats(self) -> TierStats:
         """Return counters and totals, at a cost that does not grow with the chunks; no side effects."""
@@ -266,7 +265,7 @@ class MemoryTier:
         hits = sum(map(_is_resident, wanted))
         self._hits, self._misses = self._hits + hits, self._misses + len(wanted) - hits
         if wanted:
-            for digest, count in count_digests(keys).items():
+            for digest, count in Counter(key.digest for key in keys).items():
                 self._replacement.use(digest, count, is_here=all(wanted))
 
     def _keep_run(self, keys: Sequence[ChunkKey], timeout_s: float, *, whole: bool = False) -> list[Entry]:
@@ -301,10 +300,7 @@ class MemoryTier:
             return []
         # What is here is kept first, so that loading its neighbours cannot evict it.
         self._add(hold, filter(None, here))
-        admitted = self._load_missing(hold) if missing else list(here)
-        for digest in count_digests(hold.keys[: len(admitted)]):
-            self._cartridges.move_to_end(digest)
-        return admitted
+        return self._load_missing(hold) if missing else list(here)
 
     def _load_missing(self, hold: Reservation) -> list[Entry]:
         """Start loading chunks as long as there is room, and return the leading run that the hold keeps."""
