@@ -32,8 +32,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _FILE = re.compile(r"(\.)?([0-9]{1,9})-[0-9]{1,9}-[0-9]{1,9}\.bin(?(1)\..*\.partial)")
-_LOCK_TIMEOUT_S, _PAUSE_S = 2.0, 20.0
-"""How long a process may hold up a change, and how long nothing is changed after one did: it may be stopped."""
+_LOCK_TIMEOUT_S = 2.0
+"""How long a process may hold up a change; it may be stopped."""
 
 
 class CopyKey(NamedTuple):
@@ -93,7 +93,6 @@ class DiskCache:
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._complaints: set[int | None] = set()
-        self._paused_until = 0.0
         self._held: dict[str, _Held] = {}
         """By digest, as of the last look."""
         self._change(lambda: self._make_room(0))
@@ -163,8 +162,6 @@ class DiskCache:
     def _change(self, work: Callable[[], T]) -> T | None:
         """Return what `work` does while the directory is held; None where that fails."""
         try:
-            if time.monotonic() < self._paused_until:
-                return None
             self.root.mkdir(parents=True, exist_ok=True, mode=0o700)
             with locked(self.root / "lock", _LOCK_TIMEOUT_S):
                 try:
@@ -172,8 +169,6 @@ class DiskCache:
                 finally:
                     self._look()
         except OSError as error:
-            if isinstance(error, TimeoutError):
-                self._paused_until = time.monotonic() + _PAUSE_S
             if error.errno not in self._complaints:
                 logger.warning("disk cache %s keeps no new copies while this lasts: %s", self.root, error)
             self._complaints.add(error.errno)

@@ -138,11 +138,6 @@ def fetch(
     replaced = partial.with_suffix(".replaced")
     try:
         partial.mkdir(parents=True)
-        free = shutil.disk_usage(partial).free
-        if manifest.payload_bytes > free:
-            raise ArtifactError(
-                f"cartridge {manifest.name} needs {manifest.payload_bytes} bytes, {root.parent} has {free} free"
-            )
         for file, limit_bytes in reading.id_files(manifest).items():
             files.write(partial / file, [read_whole(source, location, file, limit_bytes)])
         if manifest.payload:

@@ -192,7 +192,6 @@ def test_a_copy_that_cannot_be_replaced_stays(tmp_path, monkeypatch):
 
 def test_while_another_process_holds_the_lock_copies_are_read_and_none_are_written(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(disk_cache, "_LOCK_TIMEOUT_S", 0.05)
-    monkeypatch.setattr(disk_cache, "_PAUSE_S", 0.0)
     cache = _filled(tmp_path / "cache", 2)
     with _locked(cache.root):
         _write(cache, 3)
