@@ -79,9 +79,10 @@ class MemoryTier:
                 f"a budget of {budget_bytes} bytes holds no chunk of {slot_bytes} bytes; raise cpu_bytes to at least "
                 f"{slot_bytes}, better to the size of the cartridges in use"
             )
-        memory = slab(self.budget_bytes, device, pin_memory=pin_memory)
-        self._free = list(memory.split(slot_bytes))[::-1]
-        """Equal slots, so nothing fragments; as views, since to make one costs more than the rest of a hit."""
+        self._memory = slab(self.budget_bytes, device, pin_memory=pin_memory)  # equal slots, so nothing fragments
+        self._unused = iter(range(0, self.budget_bytes, slot_bytes))
+        self._free: list[torch.Tensor] = []
+        """Slots that were given back, as views: to make one costs more than the rest of a hit, and all at once seconds."""
         self._lease_s, self.clock = lease_s, clock
         self._entries: dict[ChunkKey, Entry] = {}
         self._cartridges: dict[str, dict[int, Entry]] = {}
@@ -346,6 +347,8 @@ class MemoryTier:
 
     def _take_slot(self, victims: Iterator[Entry]) -> torch.Tensor | None:
         """Return a free slot, that of a victim if need be; None where there is none."""
+        if not self._free and (start := next(self._unused, None)) is not None:
+            return self._memory[start : start + self.slot_bytes]
         if not self._free:
             self._expire()
             self._drop(*islice(victims, 1))
