@@ -73,12 +73,10 @@ class CartridgeConnector(TellsTiers, InjectsWhole, LMCacheConnectorV1):
         self._bind_injector(kv_caches)
         super().register_kv_caches(kv_caches)
         if not any(isinstance(backend, CartridgeBackend) for backend in self._lmcache.backends()):
-            reason = (
-                CartridgeBackend.refusal
-                or self._lmcache.failure
-                or "storage_plugins, or a flat key of extra_config, does not name it; see `lmcache-cartridge config lmcache.yaml`"
+            unnamed = "storage_plugins, or a flat key of extra_config, does not name it; see `lmcache-cartridge config lmcache.yaml`"
+            raise UnsupportedEngine(
+                f"LMCache did not load the cartridge plugin: {CartridgeBackend.refusal or self._lmcache.failure or unnamed}"
             )
-            raise UnsupportedEngine(f"LMCache did not load the cartridge plugin: {reason}")
         self._check_sleep()
         self._lmcache.ask_first(CartridgeBackend)
         host.offer(own_path)

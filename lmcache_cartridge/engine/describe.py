@@ -75,6 +75,10 @@ def check_api(config: VllmConfig) -> None:
             "only documents at the head of a prompt"
         )
         return
+    if config.model_config.runner_type != "generate":  # vLLM leaves our request API out
+        raise UnsupportedEngine(
+            "this server generates nothing, and would ignore the cartridges that requests name; serve it without ours"
+        )
     refusals.check(refusals.ENVIRONMENT, {"VLLM_PLUGINS": "", **os.environ})
     try:
         [entry] = metadata.entry_points(group="vllm.endpoint_plugins", name=API_PLUGIN)
@@ -92,9 +96,8 @@ def check_vllm(config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
 
     parallel, transfer, speculates = config.parallel_config, transfer_of(config), config.speculative_config
     groups = kv_cache_config.kv_cache_groups
-    is_inside = (
-        transfer.get_from_extra_config(CONTROL, None) is None
-    )  # LMCache runs in vLLM's workers, not beside as a server
+    # Whether LMCache runs in vLLM's workers, not beside as a server.
+    is_inside = transfer.get_from_extra_config(CONTROL, None) is None
     facts = refusals.Facts(
         in_process=is_inside,
         saves=saves(config) if is_inside else transfer.kv_role != "kv_consumer",

@@ -88,10 +88,8 @@ class CartridgeL2Adapter(L2AdapterInterface):
         except ValidationError as error:
             raise SettingsError(f"adapter_params: {error}") from None
         check_versions(unproven=given.unproven_versions)
-        self._parameters, self._settings = (
-            given,
-            given.model_copy(update={"cpu_bytes": given.cpu_bytes // given.engines}),
-        )
+        self._parameters = given
+        self._settings = given.model_copy(update={"cpu_bytes": given.cpu_bytes // given.engines})
         self._l1_bytes = getattr(l1_memory_desc, "size", None)
         self._ranks: dict[tuple[str, int], EngineRank] = {}
         self._present: Counter[tuple[str, int]] = Counter()

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from blocks import quietly
+from blocks import quietly, vllm_config
 
 from lmcache_cartridge.errors import UnsupportedEngine
 
@@ -77,4 +77,13 @@ def test_an_engine_whose_api_server_would_ignore_cartridges_does_not_start(monke
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UnsupportedEngine, match=reason) if reason else nullcontext():
-        check_api(SimpleNamespace(kv_transfer_config=SimpleNamespace(get_from_extra_config=extra.get)))
+        check_api(vllm_config(transfer={"kv_connector_extra_config": extra}))
+
+
+@pytest.mark.parametrize("extra, refused", [({}, True), ({REQUEST_API: "off"}, False)])
+def test_an_engine_that_generates_nothing_does_not_start_with_cartridges(monkeypatch, extra, refused):
+    """vLLM leaves our request API out, and its routes of embeddings would ignore the cartridges that requests name."""
+    monkeypatch.setenv("VLLM_PLUGINS", "cartridges")
+    config = vllm_config(transfer={"kv_connector_extra_config": extra}, runner="pooling", convert="embed")
+    with pytest.raises(UnsupportedEngine, match="generates nothing") if refused else nullcontext():
+        check_api(config)
