@@ -36,7 +36,6 @@ DATED = "{{ 'Today is ' + (date_string if date_string is defined else strftime_n
 """As Llama-3.2's: the date, unless it is given."""
 COUNTING = HEADERS.replace("{% if add", "{{ messages[0].content | length }}{% if add")
 """What no model's does: how long the document is, behind it."""
-LOUD = HEADERS.replace("| trim", "| upper")
 SPECIAL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start|>", "<|end|>", "<|eot|>", "[INST]", "[/INST]")
 WARD = (
     "{{ bos_token }}{% if tools %}{{ 'Pain control was given . ' }}{% endif %}"
