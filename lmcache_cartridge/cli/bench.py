@@ -59,13 +59,22 @@ def bench(
           "--vllm excludes --url; it is for a server that is started here")  # fmt: skip
     output.mkdir(parents=True, exist_ok=True)  # fails before minutes of measuring
     from ..make.bench import page
+    from ..make.bench.load import Load
+    from ..make.bench.places import choose
 
     with ExitStack() as stack:
         if url is not None:
             target, maker = _running(stack, url, server_model, model, chunk_size)
         else:
             target, maker = _own(stack, str(model), p, chunk_size, vllm)
-        report = _measure(target, maker, cartridge, p, c, repeat)
+        load = Load(target)
+        with bars() as progress:
+            chosen, left = choose(target, cartridge, p, maker=maker, progress=progress)
+        if not chosen:
+            raise CartridgeError(f"nothing can be measured: {'; '.join(left)}")
+        with bars() as progress:
+            measured = load.measure(chosen, c, repeat, progress)
+        report = page.report(target, chosen, c, repeat, measured, left)
         return _tell(report, page.write(report, output))
 
 
@@ -112,23 +121,6 @@ def _own(stack: ExitStack, model: str, p: list[int] | None, chunk: int, vllm: st
     with server.client() as client:
         target = stack.enter_context(Target(client.url, client.model))
     return target, maker
-
-
-def _measure(
-    target: Target, maker: Maker | None, names: list[str], p: list[int] | None, c: list[int], repeat: int
-) -> dict[str, Any]:  # fmt: skip
-    from ..make.bench import page
-    from ..make.bench.load import Load
-    from ..make.bench.places import choose
-
-    load = Load(target)
-    with bars() as progress:
-        chosen, left = choose(target, names, p, maker=maker, progress=progress)
-    if not chosen:
-        raise CartridgeError(f"nothing can be measured: {'; '.join(left)}")
-    with bars() as progress:
-        measured = load.measure(chosen, c, repeat, progress)
-    return page.report(target, chosen, c, repeat, measured, left)
 
 
 def _tell(report: dict[str, Any], files: list[Path]) -> int:

@@ -204,12 +204,13 @@ def evaluate(
             raise CartridgeError(f"{manifest.name} has no KV; evaluate it on a server")
         else:
             from ..make.payload import read_checked
+            from ..make.train.initial import prefilled
 
             loaded = load_model(str(model), manifest.fingerprint, lora=lora, device=device)
             kv = read_checked(manifest, root, loaded, progress)
             if isinstance(about, str):
                 about = loaded.encode(about, special=True)
-            asker = ModelAsker(loaded, about, kv, ask_as)
+            asker = ModelAsker(loaded, prefilled(loaded, about, progress), kv, ask_as)
         answers = evaluate.ask_all(asker, asked, ANSWER_TOKENS, judge=judge, progress=progress)
     report = evaluate.report(manifest.name, answers, judge.model if judge else None)
     if output:

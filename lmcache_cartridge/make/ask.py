@@ -26,29 +26,19 @@ _AT_ONCE = 8
 
 
 class ModelAsker:
-    """Asks a model loaded here. Holds the document's KV, from the first time that it is needed."""
+    """Asks a model loaded here."""
 
-    def __init__(
-        self, model: CausalModel, document: list[int] | torch.Tensor, cartridge: torch.Tensor, form: str | None
-    ) -> None:
-        """`cartridge` is canonical KV, and `document` that or ids. `form` is `chat`, `text`, or None for `chat` if the
-        model has a template."""
-        self._model, self._document = model, document
+    def __init__(self, model: CausalModel, document: torch.Tensor, cartridge: torch.Tensor, form: str | None) -> None:
+        """`document` and `cartridge` are canonical KV. `form` is `chat`, `text`, or None for `chat` if the model has a template."""
+        self._model, dtype = model, model.model.dtype
         self._form = form or ("chat" if model.tokenizer.chat_template else "text")
-        self._kv: dict[Way, torch.Tensor | None] = {"no prefix": None, "cartridge": cartridge.to(model.model.dtype)}
+        self._kv = {"no prefix": None, "document": document.to(dtype), "cartridge": cartridge.to(dtype)}
 
     def ask(self, way: Way, questions: Sequence[str], tokens: int, progress: Progress) -> list[str]:
         """Return the answers, `tokens` long at most, without surrounding spaces. Blocks until all are there.
 
         `progress` counts those of this way.
         """
-        if way == "document" and way not in self._kv:
-            kv = self._document
-            if isinstance(kv, list):
-                from .train.initial import prefilled  # here, since a server is asked without torch
-
-                kv = prefilled(self._model, kv, progress)
-            self._kv[way] = kv.to(self._model.model.dtype)
         start = self._model.encode("", special=True) if way == "no prefix" else []
         prompts = [[*start, *self._model.question_ids(question, self._form)] for question in questions]
         answers = self._model.answers_after(self._kv[way], prompts, tokens, partial(progress, way))

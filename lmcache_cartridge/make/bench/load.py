@@ -120,7 +120,8 @@ class Load:
         """Bring the server to where a way begins, or return why it cannot be there."""
         if way in ("warm", "cold") and place.cartridge is None:
             return "no cartridge of this length"
-        self._ask(way, place, 1, 1)  # each time: what was asked between may have taken its place in memory
+        if way != "cold":  # each time: what was asked between may have taken its place in memory
+            self._ask(way, place, 1, 1)
         if place.cartridge is None or way in ("dense", "prefix"):
             return None
         try:
