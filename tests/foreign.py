@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,50 +66,15 @@ def peft_logits(directory: Path, ids: Sequence[int], dtype: torch.dtype = torch.
     return wrapped(input_ids=torch.tensor([list(ids)])).logits[0].float()
 
 
-class TrainableCache(nn.Module):
-    """What HazyResearch's class of this name has in its state, and how its later releases save and load that.
-
-    Written from the published format, not a copy: frozen before trainable, each a `ParameterList` of `(1, H, T, D)`.
-    """
-
-    def __init__(self, keys: list[torch.Tensor], values: list[torch.Tensor], frozen: int) -> None:
-        super().__init__()
-        self.keys, self.values, self.frozen = keys, values, frozen
-
-    def _part(self, tensors: list[torch.Tensor], span: slice) -> nn.ParameterList:
-        return nn.ParameterList([nn.Parameter(t[:, :, span].contiguous()) for t in tensors])
-
-    def save(
-        self, path: Path, *, prefix: str = "frozen", wrap: Callable[[nn.ParameterList], Any] = lambda part: part
-    ) -> None:
-        front, back = slice(0, self.frozen), slice(self.frozen, None)
-        nothing = nn.ParameterList()
-        content = {
-            "trainable_keys": wrap(self._part(self.keys, back)),
-            "trainable_values": wrap(self._part(self.values, back)),
-            f"{prefix}_keys": wrap(self._part(self.keys, front) if self.frozen else nothing),
-            f"{prefix}_values": wrap(self._part(self.values, front) if self.frozen else nothing),
-        }
-        torch.save(content, path)
-
-    @classmethod
-    def from_pretrained(cls, path: Path, prefix: str = "frozen") -> TrainableCache:
-        """Load as the published loader does, which insists on frozen keys in every layer."""
-        content = torch.load(path, map_location="cpu", weights_only=False)
-        trainable = len(content["trainable_keys"])
-        assert len(content[f"{prefix}_keys"]) == trainable, "Mismatch in number of layers between trainable and fixed"
-        planes = [
-            [torch.cat([front, back], dim=2).detach()
-             for front, back in zip(content[f"{prefix}_{name}"], content[f"trainable_{name}"], strict=True)]
-            for name in ("keys", "values")
-        ]  # fmt: skip
-        return cls(*planes, content[f"{prefix}_keys"][0].shape[2])
-
-
 def hazy(kv: torch.Tensor, path: Path, *, frozen: int = 1, prefix: str = "frozen", plain: bool = False) -> Path:
-    """Save canonical KV as a HazyResearch checkpoint; `plain` lists of tensors instead of parameters, as knlp has them."""
-    wrap = (lambda part: [p.detach() for p in part] or None) if plain else (lambda part: part)
-    TrainableCache(*htd(kv), frozen).save(path, prefix=prefix, wrap=wrap)
+    """Save canonical KV as HazyResearch's `TrainableCache` does: frozen before trainable, each a `ParameterList` of `(1, H, T, D)`;
+    `plain` lists of tensors instead, None where nothing is frozen, as knlp has them."""
+    content: dict[str, Any] = {}
+    for name, layers in zip(("keys", "values"), htd(kv), strict=True):
+        for part, span in ((prefix, slice(frozen)), ("trainable", slice(frozen, None))):
+            tensors = [layer[:, :, span].contiguous() for layer in layers if frozen or part != prefix]
+            content[f"{part}_{name}"] = (tensors or None) if plain else nn.ParameterList(map(nn.Parameter, tensors))
+    torch.save(content, path)
     return path
 
 

@@ -30,17 +30,17 @@ BY_OTHERS = {
     "lmcache-cartridge train --model ./llama --document handbook.txt --id handbook --compress 4x "
     "--questions questions.jsonl --no-promote": "make/test_train.py",
     "lmcache-cartridge build ./documents --model ./llama": "make/test_corpus.py",
-    "lmcache-cartridge train ./documents --model ./llama --compress 4x --self-study 400": "make/test_train_corpus.py",
+    "lmcache-cartridge train ./documents --model ./llama --compress 4x --self-study 400": "make/test_corpus.py",
     "lmcache-cartridge build notes.jsonl --model ./llama --ray auto --publish s3://cartridges/fleet": "make/test_cluster.py",
     "lmcache-cartridge evaluate handbook@2 --questions asked.jsonl --url http://localhost:8000 "
     "--output report": "make/test_evaluate.py",
     "lmcache-cartridge import ward-a-adapter --model $MODEL --id ward-a --document ward-a.txt --round": "make/test_convert.py",
-    "lmcache-cartridge serve $MODEL --port 8000 --max-model-len 4096": "make/test_convert_served.py",
+    "lmcache-cartridge serve $MODEL --port 8000 --max-model-len 4096": "make/test_cache_served.py",
     "lmcache-cartridge verify ward-a": "make/test_convert.py",
     "lmcache-cartridge show ward-a": "make/test_convert.py",
     "curl http://localhost:8000/v1/completions -H 'Content-Type: application/json' -d "
     '\'{"model": "\'$MODEL\'", "cartridges": ["ward-a"], "prompt": "Q: blood of Tehor? A:", '
-    '"max_tokens": 1}\'': "make/test_convert_served.py",
+    '"max_tokens": 1}\'': "make/test_cache_served.py",
     "lmcache-cartridge build --model ./llama --lora ./nurse --document handbook.txt --id handbook-nurse": "engine/test_adapters.py",
     "lmcache-cartridge serve ./llama --enable-lora --lora-modules nurse=./nurse": "served/test_lora.py",
     "lmcache-cartridge export ward-a --to peft --output adapter": "make/test_convert_export.py",

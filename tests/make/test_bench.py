@@ -46,9 +46,8 @@ REQUESTS = {1: 4, 2: 8}
 class Mock(Stub):
     """It streams answers and keeps a prefix cache, or does what `fault` says."""
 
-    def __init__(self, fault: str = "", *, cartridges: bool = True, tokenizes: bool = True) -> None:
+    def __init__(self, fault: str = "") -> None:
         super().__init__("bench", self._posted)
-        self.cartridges, self.tokenizes = cartridges, tokenizes
         self.fault = fault
         self.vllm = self.connector = 0
         """Its counters of cached tokens."""
@@ -58,7 +57,7 @@ class Mock(Stub):
         self.events: list[str] = []
         """What was asked, in order: the way as the server sees it, evictions, errors."""
         self.free = threading.Event()
-        self._cache: set[Any] = set()
+        self._salts: set[str] = set()
         self._lock = threading.Lock()
 
     def close(self) -> None:
@@ -75,7 +74,7 @@ class Mock(Stub):
                 f'{self.connector}.0\nvllm:cache_config_info{{block_size="{BLOCK}",engine="0"}} 1.0\n'
             )
             return Reply(body=shown.encode())
-        if path.startswith("/v1/cartridges") and self.cartridges:
+        if path.startswith("/v1/cartridges") and self.fault != "no cartridges":
             held = POSITIONS // CHUNK if self.resident and self.fault != "never resident" else 0
             tiers = {"cpu": {"resident_chunks": held, "chunks": POSITIONS // CHUNK}}
             row = {"id": "doc", "version": 1, "current": True, "kind": "prefill", "positions": POSITIONS,
@@ -86,31 +85,30 @@ class Mock(Stub):
     def _posted(self, request: Request) -> Reply:
         self.keys.add(request.headers.get("authorization") or "")
         path, body = request.path, json.loads(request.body or b"{}")
-        if path == "/v1/cartridges/doc@1/evict" and self.cartridges:
+        if path == "/v1/cartridges/doc@1/evict":
             allowed = self.fault != "no admin"
             self.events += ["evict"] * allowed
             self.resident = self.resident and not allowed
             return Reply(200 if allowed else 403)
-        if path == "/v1/cartridges/tokens" and self.cartridges:
+        if path == "/v1/cartridges/tokens":
             known = POSITIONS - (self.fault == "tells a part of the document")
             return Reply(body={"token_ids": list(range(900, 900 + known))})
-        if path == "/tokenize" and self.tokenizes:
+        if path == "/tokenize" and self.fault != "no /tokenize":
             return Reply(body={"tokens": [ord(c) for c in body["prompt"]]})
         return self._answer(body) if path == "/v1/completions" else Reply(404)
 
     def _answer(self, body: dict[str, Any]) -> Reply:
-        ids = body["prompt"]
-        with self._lock:
-            cached = self._cached(ids, body.get("cache_salt"))
-        way = "prefix" if cached else "dense"
+        ids, salt = body["prompt"], body["cache_salt"]
+        way = "prefix" if salt in self._salts else "dense"
         if body.get("cartridges"):
-            cached, way = POSITIONS // CHUNK * CHUNK, "warm" if self.resident else "cold"
+            way = "warm" if self.resident else "cold"
             self.resident = True
         with self._lock:
+            self._salts.add(salt)
             if body.get("cartridges"):
-                self.connector += CHUNK if self.fault == "injects a part" else cached
-            else:
-                self.vllm += cached
+                self.connector += CHUNK if self.fault == "injects a part" else POSITIONS // CHUNK * CHUNK
+            elif way == "prefix":
+                self.vllm += len(ids) // BLOCK * BLOCK
         self.events.append(way)
         if self.fault == "errors sometimes" and len(self.events) % 5 == 0:
             self.events.append("error")
@@ -122,19 +120,12 @@ class Mock(Stub):
         events = [*({"choices": [{"text": word}]} for word in words), {"choices": [], "usage": usage}]
         return Reply(body="".join(f"data: {line}\n\n" for line in (*map(json.dumps, events), "[DONE]")).encode())
 
-    def _cached(self, ids: list[int], salt: Any) -> int:
-        """Return how many tokens a prefix cache has, and keep these in it."""
-        blocks = [(salt, tuple(ids[:end])) for end in range(BLOCK, len(ids) + 1, BLOCK)]
-        known = next((n for n, block in enumerate(blocks) if block not in self._cache), len(blocks))
-        self._cache.update(blocks)
-        return known * BLOCK
-
 
 @pytest.fixture
 def start():
     """Start mocks; they end with the test."""
     with ExitStack() as stack:
-        yield lambda *fault, **options: stack.enter_context(Mock(*fault, **options))
+        yield lambda fault="": stack.enter_context(Mock(fault))
 
 
 class Ran:
@@ -225,8 +216,8 @@ def test_without_vllm_here_a_line_says_what_to_do(start, refused, monkeypatch):
     assert "vLLM's load generator cannot be imported here" in refused("--url", start().url)
 
 
-def test_a_server_without_cartridges_is_measured(start, bench):
-    ran = bench(start(cartridges=False), *LENGTHS)
+def test_a_server_without_cartridges_is_measured(bench):
+    ran = bench("no cartridges", *LENGTHS)
     assert ran.status == 0, ran.remarks
     assert [(row["way"], row["cached"][0] > 0) for row in ran.found["rows"]] == [("dense", False), ("prefix", True)] * 2
     assert "no cartridges: the server has no route /v1/cartridges" in ran.remarks
@@ -253,7 +244,7 @@ def test_a_given_p_means_the_cartridge_of_this_length_and_what_is_longer_than_th
     ("--url URL --cartridge nobody", "no route /v1/cartridges"), ("--url URL --vllm=--x", "--vllm excludes --url"),
 ])  # fmt: skip
 def test_what_cannot_be_measured_ends_in_a_line(start, tmp_path, refused, options, told):
-    assert told in refused(*options.replace("URL", start(cartridges=False).url).split())
+    assert told in refused(*options.replace("URL", start("no cartridges").url).split())
     assert not list((tmp_path / "out").glob("*"))
 
 
@@ -282,14 +273,13 @@ def test_a_report_that_cannot_be_written_is_known_before_anything_is_asked(start
     assert not mock.events and taken.read_text() == "mine"
 
 
-@pytest.mark.parametrize("tokenizes, fault, told", [
-    (False, "", "what forwards /v1 has to forward /tokenize too"),
-    (True, "tells a part of the document", f"gave {POSITIONS - 1} token ids of the {POSITIONS} of doc@1"),
-    (True, "no counters", "has no counters of vLLM's"),
+@pytest.mark.parametrize("fault, told", [
+    ("no /tokenize", "what forwards /v1 has to forward /tokenize too"), ("no counters", "has no counters of vLLM's"),
+    ("tells a part of the document", f"gave {POSITIONS - 1} token ids of the {POSITIONS} of doc@1"),
 ])  # fmt: skip
-def test_a_server_whose_ways_cannot_be_told_is_not_measured(start, refused, tokenizes, fault, told):
+def test_a_server_whose_ways_cannot_be_told_is_not_measured(start, refused, fault, told):
     """Dense requests were a question alone, before."""
-    assert told in refused("--url", start(fault, tokenizes=tokenizes).url, "--c", "1")
+    assert told in refused("--url", start(fault).url, "--c", "1")
 
 
 def test_no_secret_is_shown(start, bench, refused, monkeypatch, capsys):
@@ -300,7 +290,7 @@ def test_no_secret_is_shown(start, bench, refused, monkeypatch, capsys):
     assert ran.status == 0 and ran.found["server"]["url"] == mock.url, ran.remarks
     assert f"Basic {base64.b64encode(b'user:pass-word').decode()}" in mock.keys, "it is sent"
     shown = [file.read_text() for file in ran.out.iterdir()]
-    mock.tokenizes = False
+    mock.fault = "no /tokenize"
     shown += capsys.readouterr()
     for url in (f"http://{secret}", "http://user:pass-word/x@127.0.0.1:9"):
         shown.append(refused("--url", url))

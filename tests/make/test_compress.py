@@ -1,4 +1,4 @@
-"""A cartridge can be stored in int8 when it is built, imported or later (`test_train`: trained); every command says so."""
+"""A cartridge can be stored in int8 when it is built, imported or later (`test_train`, `test_convert`: trained, imported); every command says so."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import torch
 from making import files_under, flip_bit, make_artifact
 from wards import MODEL
 
-from lmcache_cartridge.artifact import reading
 from lmcache_cartridge.artifact.manifest import Origin
 from lmcache_cartridge.artifact.reading import PAYLOAD, chunk_range
 from lmcache_cartridge.cli.recall import load_sheet
@@ -65,20 +64,6 @@ def test_of_a_registered_cartridge_the_same_is_made(cli, tmp_path, kind):
     assert files_under(tmp_path / "doc") == before
     assert cli.json(*common, "doc")["name"] == "doc@2"
     assert "doc@2 is in int8 already" in cli.refused(*common, "again")
-
-
-def test_what_is_imported_is_stored_in_int8_too_and_with_no_promote_an_id_stays_where_it_is(cli, tmp_path, build):
-    of_model = ("--id", "doc", "--no-promote")
-    foreign.peft_adapter(foreign.random_kv(64), tmp_path / "adapter")
-    made = [
-        cli.json(*build(*of_model)),
-        cli.json("import", tmp_path / "adapter", "--model", MODEL, "--round", "--payload", "int8", *of_model),
-        cli.json("build", "--from", "doc@1", "--payload", "int8", *of_model),
-    ]
-    assert [(each["name"], each["promoted"]) for each in made] == [(f"doc@{n}", False) for n in (1, 2, 3)]
-    assert "`lmcache-cartridge label doc doc@3`" in cli.refused("show", "doc")
-    manifest, root = cli.artefact("doc@2")
-    assert manifest.payload.encoding == "int8" and list(reading.verify(root))
 
 
 def test_a_corrupt_cartridge_is_not_compressed(tmp_path):

@@ -1,17 +1,20 @@
-"""A corpus by one command: each document is made once, as it is by itself, and what fails is told with its reason."""
+"""A corpus by one command: each document is made or trained once, as it is by itself, and what fails is told with its reason."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
+import random
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 from commands import Cli
 from making import files_under
+from recall.ward import QUESTIONS
+from routers import Reply, Request, Stub
 from wards import MODEL, Ward, patients, write_ward
 
 from lmcache_cartridge.artifact.reading import load_manifest
@@ -19,6 +22,7 @@ from lmcache_cartridge.errors import ArtifactError
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make.corpus import Source, find
 from lmcache_cartridge.make.model import CausalModel
+from lmcache_cartridge.make.train.trainer import CHECKPOINT
 from lmcache_cartridge.settings import Settings
 from lmcache_cartridge.sources.published import Library
 
@@ -41,6 +45,9 @@ class Corpus(Cli):
         """Run `build` on the directory, or on what `words` begin with, and return what it tells programs."""
         places = [] if words and not str(words[0]).startswith("--") else [self.directory]
         return self.json("build", *places, *words, "--model", MODEL, status=status)
+
+    def digests(self) -> dict[str, str]:
+        return {row.name: row.digest for row in Registry(Settings(home=self.home).registry_path).all()}
 
     def outcome(self, *words: object) -> dict[str, bool]:
         """Return whether each cartridge was made."""
@@ -151,15 +158,6 @@ def test_on_a_full_disk_nothing_is_left(corpus, monkeypatch):
     assert not list(corpus.root("ward-1").parent.iterdir())
 
 
-def test_a_canary_that_fails_fails_its_document_alone(corpus, monkeypatch):
-    corpus.write("ward-0", "ward-1")
-    after, signs = CausalModel.logits_after, itertools.chain([-1], itertools.repeat(1))
-    monkeypatch.setattr(CausalModel, "logits_after", lambda *given: next(signs) * after(*given))
-    wrong, right = corpus.build(status=1)
-    assert "differs from the one after the document" in wrong["problem"] and not right["problem"]
-    assert not list(corpus.root("ward-0").parent.iterdir())
-
-
 def test_a_run_that_was_killed_goes_on_and_leaves_nothing_half_made(corpus, wards):
     corpus.write(*wards)
     registry, roots = Registry(Settings(home=corpus.home).registry_path), corpus.home / "cartridges"
@@ -182,6 +180,66 @@ def test_a_corpus_is_published_in_place_of_being_registered_here(corpus, tmp_pat
     with Library(Settings(home=tmp_path / "server", disk_dir=tmp_path / "server", library=str(library))) as published:
         published.registry.follow()
         assert [row.name for row in published.registry.all()] == ["ward-0@1", "ward-1@1"]
+
+
+# Trained.
+
+STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def training(wards):
+    """The options of a short training, whose questions a stub writes: on a fact in the part of a sheet that it is shown."""
+    facts = [fact for ward in wards.values() for fact in ward.document.facts]
+
+    def write(request: Request) -> Reply:
+        asked = json.loads(request.body)
+        text, draw = asked["messages"][0]["content"], random.Random(asked["seed"])
+        fact = draw.choice([fact for fact in facts if fact.patient in text])
+        question = draw.choice(QUESTIONS).format(**fact._asdict())
+        return Reply(body={"choices": [{"text": question, "message": {"content": f"Question: {question}"}}]})
+
+    with Stub("writer", write) as stub:
+        yield ["--model", MODEL, "--chunk-size", 16, "--compress", "3x", "--self-study", 40, "--writer-url", stub.url,
+               "--steps", STEPS, "--set", "check_every=2", "--set", "answer_tokens=4", "--accept", 0]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def trained_alone(tmp_path_factory, wards, training):
+    """The digests of the first two sheets, each trained by a command of its own."""
+    found = Corpus(tmp_path_factory.mktemp("alone"), wards)
+    found.write(*(names := ("ward-0", "ward-1")))
+    for name in names:
+        found.json("train", "--document", found.directory / f"{name}.txt", "--id", name, *training)
+    return found.digests()
+
+
+def test_each_sheet_is_trained_as_it_is_alone_and_once(corpus, training, trained_alone, monkeypatch):
+    corpus.write(*(names := ("ward-0", "ward-1", "ward-2")))
+    first = corpus.json("train", corpus.directory, *training)
+    assert [(row["name"], row["made"]) for row in first] == [(f"{name}@1", True) for name in names]
+    assert corpus.digests().items() > trained_alone.items()
+    assert not list(corpus.home.rglob(CHECKPOINT)), "what was to go on from is as large as the cartridge"
+    with monkeypatch.context() as patch:
+        patch.setattr(CausalModel, "prefill", None)  # nothing is computed
+        assert corpus.json("train", corpus.directory, *training) == [row | {"made": False} for row in first]
+    again = corpus.json("train", corpus.directory / "ward-0.txt", *training, "--steps", 2)
+    assert [(row["name"], row["made"]) for row in again] == [("ward-0@2", True)]
+
+
+def test_a_training_that_was_killed_goes_on_where_it_was(corpus, training, trained_alone, monkeypatch):
+    corpus.write("ward-0", "ward-1")
+    reached = corpus.home / "training" / "ward-1" / "1" / CHECKPOINT
+    corpus.killed("train", corpus.directory, *training, once=reached.exists)
+    assert corpus.digests().keys() == {"ward-0@1"}
+    step, steps = torch.optim.AdamW.step, []
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda *given: (steps.append(1), step(*given)))
+    assert [row["made"] for row in corpus.json("train", corpus.directory, *training)] == [False, True]
+    assert 0 < len(steps) < STEPS, "from the checkpoint"
+    assert corpus.digests() == trained_alone
+
+
+# What is refused.
 
 
 @pytest.mark.parametrize(("command", "said"), [
