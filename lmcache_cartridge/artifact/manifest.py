@@ -22,6 +22,8 @@ MAX_TOKENS = 1 << 24
 CHECKSUM_BYTES = 16
 """Checksums are blake3 truncated to 128 bits."""
 _ID = r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,127}\Z"
+Id = Annotated[str, msgspec.Meta(pattern=_ID)]
+"""What a cartridge or label may be called, see `check_id`."""
 _Checksum = Annotated[str, msgspec.Meta(min_length=2 * CHECKSUM_BYTES, max_length=2 * CHECKSUM_BYTES)]
 _TokenCount = Annotated[int, msgspec.Meta(gt=0, lt=MAX_TOKENS)]
 
@@ -157,7 +159,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Identity, geometry and provenance of one version of a cartridge."""
 
     format: str
-    id: Annotated[str, msgspec.Meta(pattern=_ID)]
+    id: Id
     version: Annotated[int, msgspec.Meta(gt=0, lt=1 << 31)]
     digest: str
     """blake3 over everything that decides an answer: kind, model, p, tokens, checksums, chat. Not the id or provenance."""
@@ -212,20 +214,16 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return min(self.stored.chunk_tokens, self.positions - chunk * self.stored.chunk_tokens)
 
     def head_bytes(self, chunk: int) -> int:
-        """Return the bytes of one KV head of stored chunk `chunk`: K and V of all layers."""
-        return head_bytes(self.fingerprint, self.chunk_length(chunk), self.stored.encoding)
+        """Return the bytes of one KV head of stored chunk `chunk`: K and V of all layers, as they are stored."""
+        shape, tokens = self.fingerprint, self.chunk_length(chunk)
+        numbers = shape.planes * shape.layers * tokens * shape.head_size
+        if self.stored.encoding == "int8":
+            return numbers + 4 * shape.layers * (2 * shape.head_size + tokens)
+        return numbers * DTYPE_BYTES[shape.dtype]
 
     def encode(self) -> bytes:
         """Return the manifest as indented JSON."""
         return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
-
-
-def head_bytes(shape: Fingerprint, tokens: int, encoding: str) -> int:
-    """Return the bytes of one KV head of `tokens` positions, K and V of all layers, as an encoding stores them."""
-    numbers = shape.planes * shape.layers * tokens * shape.head_size
-    if encoding == "int8":
-        return numbers + 4 * shape.layers * (2 * shape.head_size + tokens)
-    return numbers * DTYPE_BYTES[shape.dtype]
 
 
 def decode(data: bytes, where: str) -> Manifest:

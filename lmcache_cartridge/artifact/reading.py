@@ -21,8 +21,7 @@ from ..errors import ArtifactError, ManifestError, ReplacedArtifact, TruncatedPa
 from .bytesource import ByteRange, ByteSource
 from .check import ChunkCheck
 from .local import LocalSource, open_regular
-from .manifest import MAX_MANIFEST_BYTES, Manifest, Tokens, decode, head_bytes
-from .model import Fingerprint
+from .manifest import MAX_MANIFEST_BYTES, Manifest, Tokens, decode
 
 MANIFEST = "manifest.json"
 PAYLOAD: Final = "payload.safetensors"
@@ -149,9 +148,7 @@ def verify(root: Path, source: ByteSource | None = None, location: str | None = 
         return
     source, location = source or LocalSource(), location or str(root)
     where = f"{location}/{PAYLOAD}"
-    expected = payload_header(
-        manifest.fingerprint, manifest.positions, manifest.payload.chunk_tokens, manifest.payload.encoding
-    )
+    expected = payload_header(manifest)
     header = bytearray(len(expected))
     if len(expected) == manifest.payload.data_offset_bytes:
         source.read_into(location, PAYLOAD, ByteRange(0, len(expected)), memoryview(header))
@@ -166,19 +163,22 @@ def verify(root: Path, source: ByteSource | None = None, location: str | None = 
         yield chunk + 1, manifest.chunks
 
 
-def payload_header(fingerprint: Fingerprint, positions: int, chunk_tokens: int, encoding: str) -> bytes:
+def payload_header(manifest: Manifest) -> bytes:
     """Return the safetensors length and header of a payload; data starts at a multiple of 4096."""
+    shape, is_int8 = manifest.fingerprint, manifest.stored.encoding == "int8"
     header, offset = {}, 0
-    for chunk in range(-(-positions // chunk_tokens)):
-        length = min(chunk_tokens, positions - chunk * chunk_tokens)
-        of_head = head_bytes(fingerprint, length, encoding)
-        plain = [fingerprint.kv_heads, fingerprint.planes, fingerprint.layers, length, fingerprint.head_size]
+    for chunk in range(manifest.chunks):
+        length, of_head = manifest.chunk_length(chunk), manifest.head_bytes(chunk)
+        end = offset + shape.kv_heads * of_head
         header[f"chunk.{chunk:05d}"] = {
-            "dtype": "U8" if encoding == "int8" else _SAFETENSORS_DTYPE[fingerprint.dtype],
-            "shape": [fingerprint.kv_heads, of_head] if encoding == "int8" else plain,
-            "data_offsets": [offset, offset + fingerprint.kv_heads * of_head],
+            "dtype": "U8" if is_int8 else _SAFETENSORS_DTYPE[shape.dtype],
+            "shape": [
+                shape.kv_heads,
+                *([of_head] if is_int8 else [shape.planes, shape.layers, length, shape.head_size]),
+            ],
+            "data_offsets": [offset, end],
         }
-        offset += fingerprint.kv_heads * of_head
+        offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % 4096)
     return len(text).to_bytes(8, "little") + text

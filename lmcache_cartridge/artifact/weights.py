@@ -57,13 +57,14 @@ def weights_digest(directory: Path) -> str | None:
 
 
 class _Tensor(msgspec.Struct):
-    dtype: str
-    shape: list[int]
-    data_offsets: tuple[int, int]
+    """Of `__metadata__`, which is among them, nothing is read."""
+
+    dtype: str = ""
+    shape: list[int] = []
+    data_offsets: tuple[int, int] = (0, 0)
 
 
-_decode_header = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
-_decode_tensor = msgspec.json.Decoder(_Tensor).decode
+_decode_header = msgspec.json.Decoder(dict[str, _Tensor]).decode
 
 
 def tensor_digests(path: Path, *, sampled: bool = False) -> dict[str, tuple[str, list[int], str]]:
@@ -77,10 +78,10 @@ def tensor_digests(path: Path, *, sampled: bool = False) -> dict[str, tuple[str,
         if length > min(size - 8, _MAX_HEADER_BYTES):
             raise ValueError(f"{path.name} has {size} bytes, and is said to begin with a header of {length}")
         try:
-            header = _decode_header(file.read(length))
-            tensors = {name: _decode_tensor(raw) for name, raw in header.items() if name != "__metadata__"}
+            tensors = _decode_header(file.read(length))
         except (msgspec.DecodeError, RecursionError) as error:
             raise ValueError(f"{path.name} has no header of tensors: {error}") from None
+        tensors.pop("__metadata__", None)
         for name, tensor in tensors.items():
             start, end = tensor.data_offsets
             if not 0 <= start <= end <= size - 8 - length:

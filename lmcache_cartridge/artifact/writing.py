@@ -19,7 +19,7 @@ from .canary import ServedCanary
 from .chat import Chat
 from .check import checksum
 from .identity import Identity
-from .manifest import FORMAT, Kind, Manifest, Payload, Provenance, Tokens, check_id, content_digest, decode, head_bytes
+from .manifest import FORMAT, Kind, Manifest, Payload, Provenance, Tokens, check_id, content_digest, decode
 from .model import Fingerprint
 from .reading import MANIFEST, PAYLOAD, payload_header
 
@@ -60,23 +60,23 @@ class ArtifactWriter:
         if root.exists():
             raise CartridgeExists(f"{root} exists; an artefact is written once. Choose another id or version")
         self.root = root
-        self._id, self._version = check_id(cartridge_id), version
-        self._kind, self._fingerprint, self._chunk_tokens = kind, fingerprint, chunk_tokens
-        self._encoding, self._chat = encoding, chat
         self._token_ids, self._document_ids = token_ids, document_ids
-        self._positions = token_ids.positions if isinstance(token_ids, Identity) else len(token_ids)
+        positions = token_ids.positions if isinstance(token_ids, Identity) else len(token_ids)
+        payload = None if kind == "tokens" else Payload(PAYLOAD, 0, 0, chunk_tokens, (), encoding)
+        self._draft = Manifest(
+            FORMAT, check_id(cartridge_id), version, "", kind, positions, fingerprint, Tokens(positions, ""), payload,
+            Provenance("", ""), chat=chat
+        )  # fmt: skip
         self._checksums: list[tuple[str, ...]] = []
         self._partial = root.parent / f".{root.name}.{uuid.uuid4().hex}.partial"
 
     def __enter__(self) -> ArtifactWriter:
-        header = payload_header(self._fingerprint, self._positions, self._chunk_tokens, self._encoding)
-        self._offset = self._size = len(header)
         self.root.parent.mkdir(parents=True, exist_ok=True)
         self._partial.mkdir()
         self._file = None
-        if self._kind != "tokens":
+        if self._draft.payload is not None:
             self._file = files.create(self._partial / PAYLOAD)
-            self._file.write(header)
+            self._offset = self._file.write(payload_header(self._draft))
         return self
 
     def __exit__(
@@ -100,22 +100,20 @@ class ArtifactWriter:
 
         Raises `ArtifactError` for a chunk of another size than the next one must have.
         """
-        chunk = len(self._checksums)
-        length = min(self._chunk_tokens, self._positions - chunk * self._chunk_tokens)
-        of_head = head_bytes(self._fingerprint, length, self._encoding)
-        expected = self._fingerprint.kv_heads * of_head if self._file and length > 0 else 0
-        view = memoryview(data).cast("B")
-        if self._file is None or len(view) != expected or not expected:
-            raise ArtifactError(f"cartridge {self._id}: chunk {chunk} has {len(view)} bytes, not {expected}")
+        draft, chunk = self._draft, len(self._checksums)
+        of_head = draft.head_bytes(chunk) if chunk < draft.chunks else 0
+        expected, view = draft.fingerprint.kv_heads * of_head, memoryview(data).cast("B")
+        if self._file is None or not expected or len(view) != expected:
+            raise ArtifactError(f"cartridge {draft.id}: chunk {chunk} has {len(view)} bytes, not {expected}")
         self._checksums.append(tuple(checksum(view[i : i + of_head]) for i in range(0, expected, of_head)))
         self._file.write(view)
-        self._size += expected
 
     def commit(self, provenance: Provenance, canary: ServedCanary | None = None) -> Manifest:
         """Make the artefact appear at its place and return its manifest. Raises `ArtifactError` if chunks lack."""
-        written = min(len(self._checksums) * self._chunk_tokens, self._positions)
-        if self._file is not None and written != self._positions:
-            raise ArtifactError(f"cartridge {self._id}: {written} of {self._positions} positions were written")
+        if len(self._checksums) != self._draft.chunks:
+            raise ArtifactError(
+                f"cartridge {self._draft.id}: {len(self._checksums)} of {self._draft.chunks} chunks were written"
+            )
         manifest = self._manifest(provenance, canary)
         if self._file is not None:
             files.sync(self._file)
@@ -130,30 +128,16 @@ class ArtifactWriter:
         return manifest
 
     def _manifest(self, provenance: Provenance, canary: ServedCanary | None) -> Manifest:
-        draft = Manifest(
-            format=FORMAT,
-            id=self._id,
-            version=self._version,
-            digest="",
-            kind=self._kind,
-            positions=self._positions,
-            fingerprint=self._fingerprint,
-            tokens=Tokens(self._positions, ""),
-            payload=Payload(
-                file=PAYLOAD,
-                size_bytes=self._size,
-                data_offset_bytes=self._offset,
-                chunk_tokens=self._chunk_tokens,
+        draft, payload, document = self._draft, self._draft.payload, self._document_ids
+        if payload is not None:
+            payload = msgspec.structs.replace(
+                payload, size_bytes=self._offset + draft.data_bytes, data_offset_bytes=self._offset,
                 checksums=tuple(self._checksums),
-                encoding=self._encoding,
-            )
-            if self._file is not None
-            else None,
-            provenance=provenance,
-            document=None if self._document_ids is None else self._write_ids(self._document_ids, DOCUMENT),
-            canary=canary,
-            chat=self._chat,
-        )
+            )  # fmt: skip
+        draft = msgspec.structs.replace(
+            draft, payload=payload, provenance=provenance, canary=canary,
+            document=None if document is None else self._write_ids(document, DOCUMENT),
+        )  # fmt: skip
         ids = self._token_ids
         if isinstance(ids, Identity):
             ids = ids.tokens(content_digest(draft))

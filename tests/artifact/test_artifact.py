@@ -112,7 +112,7 @@ def test_of_two_writers_at_the_same_place_the_second_is_refused_at_once_or_at_it
     assert load_manifest(root) == made.manifest
 
 
-def test_a_rename_that_fails_says_why_and_an_artefact_is_on_the_disk_by_its_name(made, root, monkeypatch):
+def test_an_artefact_is_on_the_disk_by_its_name_and_one_that_cannot_be_renamed_leaves_nothing(made, root, monkeypatch):
     synced, fsync = [], os.fsync
     monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(Path(f"/proc/self/fd/{fd}").readlink()), fsync(fd)))
     make_artifact(root.with_name("next"), positions=40)
@@ -132,7 +132,7 @@ def test_chunks_that_are_wrong_or_too_few_are_refused(root):
         with pytest.raises(ArtifactError, match="chunk 0 has"):
             writer.write(CHUNKS[0][:-1])
         writer.write(CHUNKS[0])
-        with pytest.raises(ArtifactError, match="16 of 40 positions"):
+        with pytest.raises(ArtifactError, match="1 of 3 chunks"):
             _commit(writer)
     assert [*root.parent.iterdir()] == []
 
@@ -149,15 +149,6 @@ def test_a_file_whose_write_fails_stays_what_it_was_and_nothing_is_left(tmp_path
         files.replace(path, parts())
     assert path.read_bytes() == b"before"
     assert [*tmp_path.iterdir()] == [path]
-
-
-def test_a_directory_that_holds_something_does_not_give_way_and_nothing_is_left(tmp_path):
-    below = tmp_path / "directory" / "below"
-    below.mkdir(parents=True)
-    with pytest.raises(OSError, match="not empty"), files.replacing(below.parent) as partial:
-        partial.mkdir()
-        files.write(partial / "file", [b"new"])
-    assert [*tmp_path.rglob("*")] == [below.parent, below]
 
 
 # What is damaged.
@@ -227,9 +218,6 @@ HEADS, HEAD_BYTES = range(1, 3), 2 * 3 * 16 * 64 * 2
 SIZE = len(HEADS) * HEAD_BYTES
 
 
-PARTS = pytest.mark.parametrize("part_bytes", [2, 4096, HEAD_BYTES - 2, HEAD_BYTES + 2, SIZE])
-
-
 def _make(root: Path, nan_at: tuple[int, ...] | None = None) -> tuple[Manifest, bytearray]:
     """Return the manifest of an artefact of three heads, and the bytes of the last two in chunk 1."""
     kv = make_kv(make_fingerprint(kv_heads=3), 32, 0)
@@ -246,24 +234,19 @@ def _check(made: Manifest, data: bytearray, part_bytes: int) -> None:
     check.finish(memoryview(data), "here")
 
 
-@PARTS
-@pytest.mark.parametrize("at", [0, HEAD_BYTES - 2, HEAD_BYTES, SIZE - 2])
-def test_changed_bytes_are_found_in_parts_of_any_size_whatever_numbers_they_make_and_their_head_named(
-    root, part_bytes, at
-):
-    made, data = _make(root)
-    data[at : at + 2] = b"\xff\x7f"  # NaN
-    with pytest.raises(CorruptChunk, match=f"cartridge doc@1: chunk 1, KV head {1 + at // HEAD_BYTES} of here"):
-        _check(made, data, part_bytes)
-
-
-@PARTS
-@pytest.mark.parametrize("at", [(0, 0, 16, 1, 0), (1, 2, 31, 2, 63)])
-def test_nan_is_found_in_the_first_and_in_the_last_number(root, tmp_path, part_bytes, at):
-    made, data = _make(root, at)
-    with pytest.raises(NonFiniteKV, match="cartridge doc@1: chunk 1 of here"):
-        _check(made, data, part_bytes)
-    _check(*_make(tmp_path / "sound"), part_bytes)
+@pytest.mark.parametrize("part_bytes", [2, 4096, HEAD_BYTES - 2, HEAD_BYTES + 2, SIZE])
+def test_changed_bytes_and_nan_are_found_in_parts_of_any_size_and_their_head_named(tmp_path, part_bytes):
+    made, data = _make(tmp_path / "sound")
+    _check(made, data, part_bytes)
+    for at in (0, HEAD_BYTES - 2, HEAD_BYTES, SIZE - 2):
+        wrong = data.copy()
+        wrong[at : at + 2] = b"\xff\x7f"  # NaN, and changed first of all
+        with pytest.raises(CorruptChunk, match=f"cartridge doc@1: chunk 1, KV head {1 + at // HEAD_BYTES} of here"):
+            _check(made, wrong, part_bytes)
+    for at in ((0, 0, 16, 1, 0), (1, 2, 31, 2, 63)):
+        made, data = _make(tmp_path / str(at), at)
+        with pytest.raises(NonFiniteKV, match="cartridge doc@1: chunk 1 of here"):
+            _check(made, data, part_bytes)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

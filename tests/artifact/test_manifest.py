@@ -158,6 +158,7 @@ def test_the_token_ids_of_a_trained_cartridge_are_part_of_its_digest(manifest):
         ({"tokens__inline__0": 1000}, "outside the model's vocabulary"),
         ({"tokens__inline__0": -1}, "tokens.inline"),
         ({"tokens__count": 41}, "41 token ids for p = 40"),
+        ({"tokens__count": (1 << 31) - 1}, "<= 16777215"),
         ({"kind": "tokens"}, "a payload does not go with kind tokens"),
         ({"tokens__inline": None, "tokens__file": "../token_ids.npy"}, "not a cartridge manifest"),
         ({"payload__file": "/etc/passwd"}, "not a cartridge manifest"),
