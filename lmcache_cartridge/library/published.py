@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import gzip
-import json
 import logging
 import random
 import sqlite3
 import time
 import uuid
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
 from ..artifact.bytesource import ByteSource
-from ..artifact.manifest import Manifest, check_id
+from ..artifact.manifest import Id, Manifest
 from ..errors import CartridgeError, RegistryError, SourceDenied, SourceError, SourceNotFound
 from .registry import COLUMNS, Number, Registry, RegistryEntry
 
@@ -27,30 +26,26 @@ T = TypeVar("T")
 
 INDEX = "library.json.gz"
 """The index object of a library; beside it lie `cartridges/ID/VERSION/DIGEST16/`, artefacts as `publish` stores them."""
-_FORMAT = 2
 _MAX_BYTES = 1 << 28
 """Of an index; one of 10,000 cartridges has 0.5 MB, and 1.5 MB when it is not compressed."""
 _RECENT = 64
 """Changes that an index names, so that a publisher whose answer was lost knows its own."""
 _ATTEMPTS = 200
 """How often others may be first before a publisher gives up."""
-_TABLE = (
-    "CREATE TABLE IF NOT EXISTS published (one INTEGER PRIMARY KEY CHECK (one = 1), revision TEXT NOT NULL, "
-    "number INTEGER NOT NULL, recent TEXT NOT NULL)"
-)
+_TABLE = "CREATE TABLE IF NOT EXISTS published (revision TEXT NOT NULL, number INTEGER NOT NULL, recent TEXT NOT NULL)"
 
 
 class _Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Everything that is published."""
 
-    format: int
+    format: Literal[2]
     number: Number
     """Changes since the library was begun."""
     recent: tuple[str, ...]
     """Names of the last of them, the newest first."""
     cartridges: tuple[RegistryEntry, ...]
     """Without their places."""
-    labels: tuple[tuple[str, str, int, bool], ...]
+    labels: tuple[tuple[Id, Id, int, bool], ...]
     """Each with the id and version it points at, and whether it is warm."""
 
 
@@ -85,10 +80,10 @@ class Following(NamedTuple):
 class _State(NamedTuple):
     """Which index this machine's copy is of."""
 
-    revision: str = ""
+    revision: str
     """The source's name for its content; empty where there is none."""
-    number: int = 0
-    recent: tuple[str, ...] = ()
+    number: int
+    recent: tuple[str, ...]
 
 
 class Published(Registry):
@@ -158,8 +153,7 @@ class Published(Registry):
         with self._connect() as db:
             db.execute("BEGIN IMMEDIATE")
             if _state(db).revision == known:  # else another process was faster, and may have a later one
-                self._replace(db, index)
-                _set_state(db, _State(found.revision, index.number, index.recent))
+                self._take_in(db, index, found.revision)
         return True
 
     def _change(self, change: Callable[[sqlite3.Connection], T]) -> T:
@@ -178,8 +172,7 @@ class Published(Registry):
                 if "NoSuchBucket" in str(error):
                     raise
                 with self._connect() as db:
-                    self._replace(db, _Index(_FORMAT, 0, (), (), ()))
-                    _set_state(db, _State())
+                    self._take_in(db, _Index(2, 0, (), (), ()), "")
             with self._connect() as db:
                 db.execute("BEGIN IMMEDIATE")
                 state = _state(db)
@@ -193,29 +186,30 @@ class Published(Registry):
                 if before == after and state.revision:
                     return result
                 number, recent = state.number + 1, (name, *state.recent)[:_RECENT]
+                index = {"format": 2, "number": number, "recent": recent} | after
+                packed = gzip.compress(msgspec.json.encode(index), 6, mtime=0)
                 try:
-                    revision = writer.swap(
-                        INDEX, _encode(after | {"number": number, "recent": recent}), state.revision or None
-                    )
+                    revision = writer.swap(INDEX, packed, state.revision or None)
                 except SourceDenied:
                     raise
                 except SourceError as error:  # it may have been done all the same
                     revision, lost = None, error
                 if revision is not None:
-                    _set_state(db, _State(revision, number, recent))
+                    _set_state(db, revision, number, recent)
                     return result
                 db.rollback()
             if lost is None:
                 time.sleep(random.uniform(0, min(1.0, 0.01 * attempt)))
         raise SourceError(f"{self.location}: others published {_ATTEMPTS} times first; try again")
 
-    def _replace(self, db: sqlite3.Connection, index: _Index) -> None:
-        """Let the tables hold what an index does."""
+    def _take_in(self, db: sqlite3.Connection, index: _Index, revision: str) -> None:
+        """Let the tables hold what an index does. Raises `sqlite3.IntegrityError` for one that contradicts itself."""
         db.execute("DELETE FROM labels")
         db.execute("DELETE FROM cartridges")
         rows = (row._replace(location=self.place(row)) for row in index.cartridges)
         db.executemany(f"INSERT INTO cartridges ({COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", rows)
         db.executemany("INSERT INTO labels VALUES (?, ?, ?, ?)", index.labels)
+        _set_state(db, revision, index.number, index.recent)
 
     def _state(self) -> _State:
         with self._connect() as db:
@@ -223,13 +217,15 @@ class Published(Registry):
 
 
 def _state(db: sqlite3.Connection) -> _State:
-    row = db.execute("SELECT revision, number, recent FROM published").fetchone()
-    return _State() if row is None else _State(row[0], row[1], tuple(json.loads(row[2])))
+    revision, number, recent = db.execute("SELECT revision, number, recent FROM published").fetchone() or ("", 0, "")
+    return _State(revision, number, tuple(recent.split()))
 
 
-def _set_state(db: sqlite3.Connection, state: _State) -> None:
-    values = (*state[:2], json.dumps(state.recent))
-    db.execute("INSERT OR REPLACE INTO published (one, revision, number, recent) VALUES (1, ?, ?, ?)", values)
+def _set_state(db: sqlite3.Connection, revision: str, number: int, recent: Iterable[str]) -> None:
+    db.execute("DELETE FROM published")
+    db.execute(
+        "INSERT INTO published (revision, number, recent) VALUES (?, ?, ?)", (revision, number, " ".join(recent))
+    )
 
 
 def _content(db: sqlite3.Connection) -> dict[str, list[tuple]]:
@@ -241,32 +237,16 @@ def _content(db: sqlite3.Connection) -> dict[str, list[tuple]]:
     }
 
 
-def _encode(index: dict[str, Any]) -> bytes:
-    return gzip.compress(msgspec.json.encode({"format": _FORMAT} | index), 6, mtime=0)
-
-
 def _decode(data: bytes, name: str) -> _Index:
-    """Return the index in a file called `name`. Raises `RegistryError` unless it is one, or where it is of another format."""
+    """Return the index in a file called `name`. Raises `RegistryError` unless it is one that this release knows."""
     try:
         inflate = zlib.decompressobj(wbits=31)
         plain = inflate.decompress(data, _MAX_BYTES)
         if not inflate.eof:
             raise ValueError("it has no end")
-        fields: Any = msgspec.json.decode(plain)
-        written = fields.get("format") if isinstance(fields, dict) else None
-        if isinstance(written, int) and written != _FORMAT:
-            raise RegistryError(
-                f"{name} has format {written}, this release knows {_FORMAT}; upgrade lmcache-cartridge, or publish its cartridges "
-                "again, at another place"
-            )
-        index = _decoder.decode(plain)
-        for one in {row.id for row in index.cartridges} | {label for label, *_ in index.labels}:
-            check_id(one)
-        keys = {row[:2] for row in index.cartridges}
-        if len(keys) < len(index.cartridges) or not keys >= {label[1:3] for label in index.labels}:
-            raise ValueError("a version is there twice, or one with a label is not there")
-        return index
-    except RegistryError:
-        raise
-    except (ValueError, CartridgeError, zlib.error, RecursionError) as error:
-        raise RegistryError(f"{name} is damaged or was written by something else ({error})") from None
+        return _decoder.decode(plain)
+    except (ValueError, zlib.error, RecursionError) as error:
+        raise RegistryError(
+            f"{name} is damaged or was written by something else, or by another release: then upgrade lmcache-cartridge, or "
+            f"publish its cartridges again, at another place ({error})"
+        ) from None

@@ -13,7 +13,7 @@ from typing import Annotated, NamedTuple, TypeVar
 import msgspec
 
 from ..artifact.location import is_remote
-from ..artifact.manifest import Kind, Manifest, check_id
+from ..artifact.manifest import Id, Kind, Manifest, check_id
 from ..errors import ArtifactError, CartridgeExists, CartridgeNotFound, RegistryError
 
 T = TypeVar("T")
@@ -57,7 +57,7 @@ Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 60)]
 class RegistryEntry(NamedTuple):
     """One registered version of a cartridge."""
 
-    id: str
+    id: Id
     version: Annotated[int, msgspec.Meta(ge=1, lt=1 << 60)]
     digest: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
     kind: Kind
@@ -321,6 +321,7 @@ class Registry:
                 mode = "ro" if self._read_only else "rwc"
                 db = sqlite3.connect(f"{self.path.resolve().as_uri()}?mode={mode}", uri=True, timeout=10)
                 self._check_schema(db)
+                db.execute("PRAGMA foreign_keys = ON")
             with db:
                 yield db
         except (sqlite3.Error, UnicodeError, msgspec.ValidationError) as error:
