@@ -39,6 +39,6 @@ def check_index(index: Any) -> None:
     """Assert that nothing is kept of cartridges that were forgotten."""
     with index._lock:
         found = {digest for digests in index._digests.values() for digest in digests}
-        assert found <= index._open.keys() <= index._hashes.keys() and index._hidden <= index._open.keys()
+        assert found <= index._open.keys() <= index._hashes.keys()
         assert all(index._digests.values())
         assert {tag for tag in index._tagged if "." not in tag} <= index._hashes.keys()

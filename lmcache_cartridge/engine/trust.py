@@ -40,7 +40,7 @@ class Trust:
         self._withdrawals = Withdrawals(settings.quarantine_dir)
         earlier = self._withdrawals.earlier()
         registered = {row.digest for row in registry.having(earlier) if not row.location.startswith(self._private)}
-        self._withdrawals.withdraw(earlier - (registered - catalog.quarantined.keys()))
+        self._withdrawals.withdraw(earlier - (registered - catalog.quarantined))
 
     def may_answer(self, digest: str) -> bool:
         """Whether a cartridge may answer prompts that do not name it, as the setting `plain_prompts` says.
@@ -48,7 +48,7 @@ class Trust:
         By default this engine must have answered a canary of it right, and no copy's own that is wrong takes that away. What
         clients alone had made never may: others would hear that somebody has their text.
         """
-        if self._plain_prompts == "none" or digest in self._catalog.quarantined or not self.names(digest):
+        if self._plain_prompts == "none" or not self._catalog.serves(digest) or not self.names(digest):
             return False
         trials = self._trials.get(digest)
         return any(trials.values()) if trials else self._plain_prompts == "all"
@@ -56,7 +56,7 @@ class Trust:
     def may_be_tried(self, digest: str) -> bool:
         """Whether it may come to answer such prompts once the engine was tried with it."""
         is_wanted = self._is_tried and self._plain_prompts == "trusted" and bool(self.names(digest))
-        return is_wanted and digest not in self._trials and digest not in self._catalog.quarantined
+        return is_wanted and digest not in self._trials and self._catalog.serves(digest)
 
     def names(self, digest: str) -> list[str]:
         """Return the names that a digest has for everybody: those of contexts are their makers'."""

@@ -44,7 +44,7 @@ class Catalog(Entries):
         for digest in tag.split("."):
             entry = self._entries.get(digest)
             error = entry.error if entry else None
-            if error is None and (reason := self.quarantined.get(digest)) is not None:
+            if error is None and (reason := self.why_quarantined(digest)):
                 error = CartridgeError(reason)
             if error is not None:
                 error.digest = digest
@@ -61,7 +61,7 @@ class Catalog(Entries):
         """
         segments, offset = [], 0
         for digest in tag.split("."):
-            cartridge = None if digest in self.quarantined else self._cartridge(digest)
+            cartridge = None if self.why_quarantined(digest) else self._cartridge(digest)
             if cartridge is None:
                 return []
             segments.append(Segment(cartridge, offset))
@@ -80,7 +80,7 @@ class Catalog(Entries):
         rows = []
         for digest in tag.split("."):
             row = self._row(digest)
-            if row is None or digest in self.quarantined:
+            if row is None or self.why_quarantined(digest):
                 return None
             rows.append(row)
         end = trained_end = 0

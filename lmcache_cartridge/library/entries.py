@@ -6,7 +6,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import NamedTuple
@@ -45,12 +45,12 @@ class Entry(msgspec.Struct, gc=False):
 
     row: Row | None = None
     """None where it cannot be served."""
-    names: tuple[str, ...] = ()
-    """`id@version` of every registered version that has this digest."""
+    registered: tuple[RegistryEntry, ...] = ()
+    """Every version that has this digest, as of the last look."""
     error: CartridgeError | None = None
     """Why it is not served."""
     until_s: float = math.inf
-    """When it is dropped. One without a name is retired, and so is one whose new name was not found sound yet."""
+    """When it is dropped. One that is not registered is retired, and so is one that is again, and was not found sound yet."""
 
     @property
     def is_retired(self) -> bool:
@@ -98,17 +98,13 @@ class Entries:
         self._registry, self._copies = registry, copies
         self._chunk_tokens, self._grace_s, self._clock = chunk_tokens, grace_s, clock
         self._entries: dict[str, Entry] = {}
-        self._registered: dict[str, RegistryEntry] = {}
-        """By name, as of the last look, of which `_revision` is the registry's."""
         self._revision: object = None
-        self._unread: dict[str, _Unread] = {}
-        """By name."""
-        self._quarantine = ProcessQuarantine(quarantine, self._location_of)
+        """The registry's, at the last look."""
+        self._unread: dict[RegistryEntry, _Unread] = {}
+        self._quarantine = ProcessQuarantine(quarantine)
         self.forgive = self._quarantine.forgive
         self._manifests: Lru[str, Cartridge] = Lru(_MAX_MANIFESTS)
         self._reads = Workers("cartridge-manifest", 2, one_a_group=True)
-        self._manifest_reads = Workers("cartridge-manifest", 4)
-        """A digest's manifest is read once, however many want it, and they alone wait for it."""
         self._unkept = 0
         self._lock, self._refreshing = threading.RLock(), threading.Lock()
         self._reader = RowReader(
@@ -126,67 +122,61 @@ class Entries:
         """
         with self._refreshing:
             look = self._registry.look(self._revision)
-            for digest in self._quarantine.follow() & self.quarantined.keys():
+            for digest in self._quarantine.follow() & self.quarantined:
                 self._doubt(digest)
-            gone = self._take_in(*look) if look else set()
+            changed = self._take_in(*look) if look else set()
             with self._lock:
-                removed = [digest for digest in gone if not self._entries[digest].names]
+                removed = [digest for digest in changed if not self._entries[digest].registered]
                 for digest in removed:
                     self._entries[digest].until_s = self._clock() + self._grace_s
-                    self.index.hide(digest)
                 self._drop_expired()
             self._read_due()
             if self._unkept * _KEPT_PARTS >= len(self._entries):
-                self._reads.submit(self._keep, lambda: go_on(self._keep))
+                self._begin_to_keep()
             return removed
 
-    def _take_in(self, revision: object, rows: Iterable[RegistryEntry]) -> set[str]:
-        """Compare the registry with what it was, have what is new read, and return the digests that lost a name.
+    def _take_in(self, revision: object, rows: Sequence[RegistryEntry]) -> set[str]:
+        """Compare the registry with what it was, have what is new read, and return the digests of which rows changed.
 
         Waits for what is new for some seconds at most.
         """
-        now = {one.name: one for one in rows}
         is_first = self._revision is None
-        recalled = {row.digest: row for row in self._reader.recall()} if is_first and len(now) >= _KEPT_FROM else {}
+        recalled = {row.digest: row for row in self._reader.recall()} if is_first and len(rows) >= _KEPT_FROM else {}
+        before = {one for entry in list(self._entries.values()) for one in entry.registered}
+        changed = {one.digest for one in before.symmetric_difference(rows)}
+        registered: dict[str, list[RegistryEntry]] = {digest: [] for digest in changed}
+        for one in rows:
+            if one.digest in changed:
+                registered[one.digest].append(one)
+        new: list[RegistryEntry] = []
         with self._lock:
-            before, self._registered, self._revision = self._registered, now, revision
-            new = [one for name, one in now.items() if before.get(name) != one]
-            gone = [one for name, one in before.items() if name not in now or now[name].digest != one.digest]
-            for one in gone:
-                entry = self._entries[one.digest]
-                entry.names = tuple(name for name in entry.names if name != one.name)
-                # What is served from the place of a name that goes is read from that of another.
-                new += [
-                    now[name] for name in entry.names if name in now and self._location_of(one.digest) == one.location
-                ]
-                self._unread.pop(one.name, None)
-            self._unread = {name: tried._replace(due_s=-math.inf) for name, tried in self._unread.items()}
-            unread = [one for one in new if not self._adopt(one, recalled.get(one.digest))]
-            self._quarantine.publish()
-            self._unread.update((one.name, _Unread()) for one in unread)
+            self._revision = revision
+            self._unread = {
+                one: tried._replace(due_s=-math.inf) for one, tried in self._unread.items() if one.digest not in changed
+            }
+            for digest, having in registered.items():
+                entry = self._entries.setdefault(digest, Entry())
+                entry.registered = tuple(having)
+                row = recalled.get(digest)
+                for one in having:  # where it lies may have changed, so that it is read from another place
+                    if row and (one.location, one.kind, one.positions) == (row.location, row.kind, row.positions):
+                        self._serve(entry, row, one.rank)
+                    else:
+                        new.append(one)
+            self._unread.update((one, _Unread()) for one in new)
         if is_first:
-            remote = {one.location for one in now.values() if is_remote(one.location)}
+            remote = {one.location for one in rows if is_remote(one.location)}
             self._reads.submit(self._copies, lambda: go_on(lambda: self._copies.prune(remote)))
-        begun = [self._begin(one) for one in unread if not is_remote(one.location) or self._copies.known(one.location)]
+        begun = [self._begin(one) for one in new if not is_remote(one.location) or self._copies.known(one.location)]
         if wait(begun, _AT_ONCE_S).not_done:
             logger.info("%d cartridges are still to be read; that goes on in the background", len(self._unread))
-        return {one.digest for one in gone}
-
-    def _adopt(self, one: RegistryEntry, row: Row | None) -> bool:
-        """Give an entry a name, and have it served if an earlier start found it sound; whether that is so. The lock is held."""
-        entry = self._entries.setdefault(one.digest, Entry())
-        if (name := one.name) not in entry.names:
-            entry.names += (name,)
-        if row is None or (one.location, one.kind, one.positions) != (row.location, row.kind, row.positions):
-            return False
-        self._serve(entry, row, one.rank)
-        return True
+        return changed
 
     def _drop_expired(self) -> None:
-        """Drop the entries whose time is over; of one with a new name the error stays. The lock is held."""
+        """Drop the entries whose time is over; of one that is registered again the error stays. The lock is held."""
         now = self._clock()
         for digest in [digest for digest, entry in self._entries.items() if entry.until_s <= now]:
-            if (entry := self._entries[digest]).names:
+            if (entry := self._entries[digest]).registered:
                 entry.row, entry.until_s = None, math.inf
             else:
                 del self._entries[digest]
@@ -220,18 +210,20 @@ class Entries:
 
         Returns whether it is served from another place from now on, where a sound copy is registered. Blocks to read it.
         """
-        if self._quarantine.put(digest, reason, location):
-            logger.error("cartridge %s at %s is quarantined: %s", self.names_of(digest) or digest, location, reason)
-        for one in self._doubt(digest):
+        for one in self._doubt(digest, location):  # first, so that what loads meanwhile finds a copy
             if self._location_of(digest) == location:
                 self._read(one)
+        if self._quarantine.put(digest, reason, location):
+            names = [one.name for one in self.registered(digest)]
+            logger.error("cartridge %s at %s is quarantined: %s", names or digest, location, reason)
         return self._location_of(digest) != location
 
-    def _doubt(self, digest: str) -> list[RegistryEntry]:
-        """Have all copies of a digest read again that are not quarantined, and return them."""
+    def _doubt(self, digest: str, location: str = "") -> list[RegistryEntry]:
+        """Have all copies of a digest read again that are not quarantined, but that at `location`, and return them."""
         with self._lock:
-            others = [one for one in self.registered(digest) if not self._quarantine.holds(digest, one.location)]
-            self._unread = {one.name: _Unread() for one in others} | self._unread
+            bad = {(digest, location), *self._quarantine.notes}
+            others = [one for one in self.registered(digest) if (digest, one.location) not in bad]
+            self._unread = {one: _Unread() for one in others} | self._unread
             return others
 
     def _location_of(self, digest: str) -> str | None:
@@ -245,19 +237,28 @@ class Entries:
 
     def close(self) -> None:
         """Stop reading. Blocks for what is being read, and to keep what was read, but not for what hangs."""
-        wait([self._reads.submit(self._keep, lambda: go_on(self._keep))], _CLOSE_S)
+        wait([self._begin_to_keep()], _CLOSE_S)
         self._reads.close(_CLOSE_S)
 
     # What there is.
 
+    def why_quarantined(self, digest: str) -> str | None:
+        """Return why the copy must not be served that a digest would be served from; None where it may."""
+        reason = self._quarantine.notes.get((digest, self._location_of(digest) or ""))
+        return None if reason is None else f"quarantined: {reason}"
+
     @property
-    def quarantined(self) -> Mapping[str, str]:
-        """Reasons by digest; such cartridges are not served."""
-        return self._quarantine.reasons
+    def quarantined(self) -> set[str]:
+        """The digests that are not served since their copies are quarantined, at a cost that grows with all notes."""
+        return {digest for digest, _ in self._quarantine.notes if self.why_quarantined(digest)}
 
     def knows(self, digest: str) -> bool:
         """Whether a cartridge can be served, were it not for a quarantine."""
         return self._row(digest) is not None
+
+    def serves(self, digest: str) -> bool:
+        """Whether a cartridge can be served now."""
+        return self.knows(digest) and not self.why_quarantined(digest)
 
     def is_in_place(self, digest: str) -> bool:
         """Whether a cartridge can be served from where the registry has it."""
@@ -265,40 +266,30 @@ class Entries:
 
     def names(self) -> list[str]:
         """Return `id@version` of every registered cartridge that is served now."""
-        with self._lock:
-            return sorted(name for entry in self._served() for name in entry.names)
-
-    def _served(self) -> Iterator[Entry]:
-        """Iterate over the entries that are served under their names. The lock is held."""
         quarantined = self.quarantined
-        for digest, entry in self._entries.items():
-            if entry.row and not entry.is_retired and digest not in quarantined:
-                yield entry
+        with self._lock:
+            return sorted(
+                one.name
+                for digest, entry in self._entries.items()
+                if entry.row and not entry.is_retired and digest not in quarantined
+                for one in entry.registered
+            )
 
-    def names_of(self, digest: str) -> tuple[str, ...]:
-        """Return every `id@version` that has a digest; none for one that is not registered."""
-        entry = self._entries.get(digest)
-        return entry.names if entry else ()
-
-    def registered(self, digest: str) -> list[RegistryEntry]:
+    def registered(self, digest: str) -> tuple[RegistryEntry, ...]:
         """Return every registered version that has a digest."""
-        return list(filter(None, map(self._registered.get, self.names_of(digest))))
+        entry = self._entries.get(digest)
+        return entry.registered if entry else ()
 
     def refused(self) -> dict[str, str]:
         """Return the reason for every registered cartridge that is not served, by `id@version`."""
         quarantined = self.quarantined
         with self._lock:
             return {
-                name: str(why)
+                one.name: str(why)
                 for digest, entry in self._entries.items()
-                if (why := quarantined.get(digest) or entry.error)
-                for name in entry.names
+                if (why := self.why_quarantined(digest) if digest in quarantined else entry.error)
+                for one in entry.registered
             }
-
-    def counts(self) -> tuple[int, int]:
-        """Return the lengths of `names` and `refused`."""
-        with self._lock:
-            return sum(len(entry.names) for entry in self._served()), len(self.refused())
 
     # Reading.
 
@@ -307,7 +298,7 @@ class Entries:
         self._reads.relieve()
         now = self._clock()
         with self._lock:
-            due = [self._registered[name] for name, tried in self._unread.items() if tried.due_s <= now]
+            due = [one for one, tried in self._unread.items() if tried.due_s <= now]
         for one in due:
             self._begin(one)
 
@@ -316,7 +307,7 @@ class Entries:
 
     def _read(self, one: RegistryEntry) -> None:
         """Read a registered cartridge, if it still is to be read, and have it served or note why not."""
-        if not self._is_unread(one):
+        if one not in self._unread:
             return
         try:
             row, cartridge = self._reader.find(one.digest, one.location)
@@ -324,39 +315,32 @@ class Entries:
             self._give_up(one, error)
         else:
             with self._lock:
-                if self._is_unread(one):
-                    del self._unread[one.name]
+                if self._unread.pop(one, None):  # else it was removed or replaced meanwhile
                     self._put(self._entries[one.digest], row, cartridge, one.rank)
                     self._unkept += 1
-
-    def _is_unread(self, one: RegistryEntry) -> bool:
-        """Whether it was neither read by now, nor removed or replaced."""
-        return one.name in self._unread and self._registered.get(one.name) == one
 
     def _give_up(self, one: RegistryEntry, error: Exception) -> None:
         if not isinstance(error, CartridgeError):
             note(error)
             error = CartridgeError(str(error) or type(error).__name__)
         with self._lock:
-            if self._is_unread(one):
-                tried = self._unread.pop(one.name)
+            if tried := self._unread.pop(one, None):
                 if not isinstance(error, PERMANENT):
-                    self._unread[one.name] = _Unread(self._clock() + _RETRY_S, str(error))
+                    self._unread[one] = _Unread(self._clock() + _RETRY_S, str(error))
                 self._refuse(self._entries[one.digest], one.name, error, quiet=tried.complaint == str(error))
 
     def _put(self, entry: Entry, row: Row, cartridge: Cartridge, rank: str = "") -> None:
         """Have a cartridge served that was read, unless it lies elsewhere too and this copy is quarantined."""
-        if not entry.row or not self._quarantine.holds(row.digest, row.location):
+        if not entry.row or (row.digest, row.location) not in self._quarantine.notes:
             self._manifests.put(row.digest, cartridge)
             self._serve(entry, row, rank)
-            self._quarantine.publish()
 
     def _serve(self, entry: Entry, row: Row, rank: str) -> None:
         entry.row, entry.error = row, None
-        entry.until_s = math.inf if entry.names else self._clock() + self._grace_s
+        entry.until_s = math.inf if entry.registered else self._clock() + self._grace_s
         if row.kind != "tokens":
             # A document answers every prompt that begins like it: as the base model computes it, and if it is registered.
-            is_open = row.kind == "prefill" and not row.adapted and bool(entry.names)
+            is_open = row.kind == "prefill" and not row.adapted and bool(entry.registered)
             self.index.add(row.digest, row.hashes, open_to_all=is_open, rank=rank)
 
     def _refuse(self, entry: Entry, name: str, error: CartridgeError, *, quiet: bool = False) -> None:
@@ -369,12 +353,7 @@ class Entries:
             logger.warning("cartridge %s is not served: %s", name, error)
 
     def _cartridge(self, digest: str) -> Cartridge | None:
-        """Return a cartridge with its manifest, None if it is not there or not what it was."""
-        if (found := self._manifests.get(digest)) or not self.knows(digest):
-            return found
-        return self._manifest_reads.submit(digest, lambda: self._read_again(digest)).result()
-
-    def _read_again(self, digest: str) -> Cartridge | None:
+        """Return a cartridge with its manifest, None if it is not there or not what it was. May block to read it."""
         row = self._row(digest)
         if (found := self._manifests.get(digest)) or row is None:
             return found
@@ -399,10 +378,12 @@ class Entries:
                 return
             entry = self._entries[row.digest]
             entry.row = None
-            self.index.hide(row.digest)
-            self._refuse(entry, next(iter(entry.names), row.digest), error)
-            for name in entry.names:
-                self._unread[name] = _Unread(self._clock() + _RETRY_S, str(error))
+            self._refuse(entry, next((one.name for one in entry.registered), row.digest), error)
+            for one in entry.registered:
+                self._unread[one] = _Unread(self._clock() + _RETRY_S, str(error))
+
+    def _begin_to_keep(self) -> Future[None]:
+        return self._reads.submit(self._keep, lambda: go_on(self._keep))
 
     def _keep(self) -> None:
         """Keep what was read for the next start, where it is much."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -50,8 +50,6 @@ class KeyIndex:
         self._hashes: dict[str, bytes] = {}
         self._open: dict[str, str] = {}
         """The rank of each open one."""
-        self._hidden: set[str] = set()
-        """Of the open ones, those that lead no prompt."""
         self._digests: dict[int, tuple[str, ...]] = {}
         """The open ones that have a chunk whose hash begins with these 64 bits, in the order that they lead in: documents that
         begin alike share their first, and stand in for each other. Strings, since Python's garbage collector walks through
@@ -80,15 +78,13 @@ class KeyIndex:
     def add(self, digest: str, hashes: bytes, *, open_to_all: bool, rank: str = "") -> None:
         """Make the chunks of a cartridge findable by its tag, and if it is `open_to_all` by hash alone.
 
-        `hashes` replace those that it may have. An open one stays open and keeps its rank, and with `open_to_all` ceases to
-        be hidden. Of those that have a chunk the highest rank leads, among equal ones the one added last.
+        `hashes` replace those that it may have. An open one stays open and keeps its rank. Of those that have a chunk the
+        highest rank leads, among equal ones the one added last.
         """
         with self._lock:
             if self._hashes.get(digest, hashes) != hashes:
                 self.forget(digest)
             self._hashes[digest] = hashes
-            if open_to_all:
-                self._hidden.discard(digest)
             if not open_to_all or digest in self._open:
                 return
             self._open[digest] = rank
@@ -97,12 +93,6 @@ class KeyIndex:
                 if (others := self._digests.setdefault(own, alone)) is not alone and digest not in others:
                     having = sorted(alone + others, key=self._open.__getitem__, reverse=True)
                     self._digests[own] = tuple(having)
-
-    def hide(self, digest: str) -> None:
-        """Stop answering prompts without a tag from a cartridge; `candidates` and its tag still find its chunks."""
-        with self._lock:
-            if digest in self._open:
-                self._hidden.add(digest)
 
     def forget(self, digest: str) -> None:
         """Drop a cartridge and every chain that has it."""
@@ -114,7 +104,6 @@ class KeyIndex:
                 else:
                     del self._digests[own]
             self._open.pop(digest, None)
-            self._hidden.discard(digest)
             for tag in self._tagged:
                 if digest in tag.split("."):
                     self._tagged.pop(tag)
@@ -141,7 +130,7 @@ class KeyIndex:
         return next(reversed(self._table(tag)))
 
     def candidates(self, chunk_hash: int, tag: str | None) -> list[ChunkKey]:
-        """Return every chunk that answers a hash, also of hidden cartridges, the leading one's first."""
+        """Return every chunk that answers a hash, the leading one's first."""
         digests = self._having(chunk_hash) if tag is None else (tag,)
         return [key for digest in digests if (key := self._table(digest).get(chunk_hash))]
 
@@ -150,7 +139,6 @@ class KeyIndex:
 
         Where several have the same chunk, the newest of those that may leads.
         """
-        hidden: Container[str] = self._hidden if tag is None else ()
         may, last, table, run = cache(may), "", self._table(""), []
         named = None if tag is None else (tag,)
         for chunk_hash in hashes:
@@ -158,7 +146,7 @@ class KeyIndex:
                 if digest != last:
                     last, table = digest, self._table(digest)
                 key = table.get(chunk_hash)
-                if key is not None and key[0] not in hidden and may(key[0]):
+                if key is not None and may(key[0]):
                     run.append(key)
                     break
             else:

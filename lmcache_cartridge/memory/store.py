@@ -195,10 +195,8 @@ class CartridgeStore:
         return tag is not None or self.trust.note({key.digest for key in keys})
 
     def _leading(self, hashes: Sequence[int], tag: str | None) -> list[ChunkKey]:
-        """Return the chunks of the longest leading run that a lookup may find."""
-        quarantined = self._catalog.quarantined
-        may = self.trust.may_answer if tag is None else lambda digest: digest not in quarantined
-        return self._catalog.index.leading(hashes, tag, may)
+        """Return the chunks of the longest leading run that a lookup may find, under a `tag` that `derive` has let pass."""
+        return self._catalog.index.leading(hashes, tag, self.trust.may_answer if tag is None else bool)
 
     def _promised(self, hashes: Sequence[int], tag: str | None) -> list[ChunkKey]:
         """Return the leading chunks that lookups of these hashes leased, and for those without a lease what is found now.
@@ -322,14 +320,13 @@ class CartridgeStore:
 
     def numbers(self) -> dict[str, Any]:
         """Return counts. Polls every claim that is open."""
-        served, refused = self._catalog.counts()
         background, waiting = self._background.claims(), self._waiting()
         started_at = [claim.started_at for claim in self._claims() if claim not in background]
         return {
             "rank": self.engine.number,
             "chunk_tokens": self.engine.chunk_tokens,
-            "served": served,
-            "refused": refused,
+            "served": len(self.names()),
+            "refused": len(self.refused()),
             "quarantined": len(self._catalog.quarantined),
             "pinned": len(self._background.pinned()),
             "loading": len(waiting),

@@ -25,7 +25,7 @@ from ..artifact.writing import ArtifactWriter
 from ..engine.computed import ANSWER, QUESTION, canary, kv_of
 from ..engine.trust import CONTEXT
 from ..errors import ArtifactError, CartridgeError, CartridgeExists, CartridgeNotFound, UnsupportedEngine
-from ..library.quarantine import Quarantine, name_of
+from ..library.quarantine import Quarantine
 from ..library.registry import Registry
 from ..sources.locks import locked
 from ..sources.published import Library
@@ -290,7 +290,7 @@ class Maker:
             served = await canary(engine, ids, name, model.dtype, adapter)
             manifest = await asyncio.to_thread(writer.commit, about, served)
         # What lay here before may have had the same content, and wrong bytes.
-        Quarantine(self._settings.quarantine_dir).drop(name_of(manifest.digest, str(root.resolve())))
+        Quarantine(self._settings.quarantine_dir).drop(manifest.digest, str(root.resolve()))
         if self._library is None:
             await asyncio.to_thread(self._registry.register, root)
             # Workers may know of this KV, and look for it where another context of the text was until lately.

@@ -12,7 +12,6 @@ from making import Made, flip_bit, make_artifact, make_fingerprint, make_ids, ma
 from waiting import until
 
 from lmcache_cartridge.artifact.cartridge import Place
-from lmcache_cartridge.errors import RegistryError
 
 CHAINABLE = make_fingerprint(rope=msgspec.structs.replace(make_rope(), pairing="half"))
 
@@ -75,31 +74,6 @@ def test_a_cartridge_that_moved_is_read_where_it_is_sound(home, opened, gone):
 
 
 # A registry in trouble.
-
-
-def _delete(path: Path) -> None:
-    for file in path.parent.glob("registry.sqlite*"):
-        file.unlink()
-
-
-def _corrupt(path: Path) -> None:
-    _delete(path)
-    path.write_bytes(b"no database at all" * 999)
-
-
-@pytest.mark.parametrize(("spoil", "message"), [(_delete, "is gone"), (_corrupt, "not a database")])
-def test_what_was_served_is_served_on_without_its_registry_and_later_changes_are_followed(home, opened, spoil, message):
-    home.make(seed=1)
-    store, sound = opened(), home.registry.path.read_bytes()
-    spoil(home.registry.path)
-    for _ in range(2):
-        with pytest.raises(RegistryError, match=message):
-            store.refresh()
-        home.check_served(store)
-    home.registry.path.write_bytes(sound)
-    home.make("later", seed=2)
-    store.refresh()
-    assert store.names() == ["doc@1", "later@1"]
 
 
 @pytest.mark.parametrize("place", ["refresh", "poll", "relieve"])
@@ -172,32 +146,25 @@ def test_where_every_copy_is_damaged_it_is_refused_until_one_is_sound(home, open
 # What is named by path, and what lies on S3.
 
 
-def test_a_document_named_by_its_path_answers_its_tag_and_no_plain_prompt(home, opened):
+def test_a_document_named_by_its_path_answers_its_tag_alone_and_is_forgotten_when_nobody_uses_it(home, opened, clock):
     made = make_artifact(home.root(), positions=72)
     store, digest, prompt = opened(), made.digest, prompt_for(home, made)
     claim = claimed(store, digest, {digest: _place(home.root())})
-    assert (store.names(), store.refused(), store.lookup(prompt.hashes)) == ([], {}, 0)
-    assert_served(store, made, prompt._replace(tag=digest))
-    claim.close()
-    home.registry.register(home.root())
-    store.refresh()
-    assert_served(store, made, prompt)
-
-
-def test_what_was_named_by_its_path_is_forgotten_when_nobody_uses_it(home, opened, clock):
-    made = make_artifact(home.root(), positions=72)
-    digest, place = made.digest, _place(home.root())
-    store = opened()
-    claim = claimed(store, digest, {digest: place})
+    assert (store.names(), store.refused()) == ([], {})
     for _ in range(3):
+        assert store.lookup(prompt.hashes) == 0
+        assert_served(store, made, prompt._replace(tag=digest))
         clock.now += GRACE_S - 1
         store.refresh()
-        assert catalog_of(store).knows(digest)
     claim.close()
     clock.now += GRACE_S
     store.refresh()
     assert store.claim(digest, {}).poll().refused == "a cartridge of it is not there"
     assert not catalog_of(store).index.has(digest)
+    claimed(store, digest, {digest: _place(home.root())}).close()
+    home.registry.register(home.root())
+    store.refresh()
+    assert_served(store, made, prompt)
 
 
 @pytest.mark.parametrize("named", [True, False], ids=["named", "by path"])

@@ -58,7 +58,6 @@ class _Index(RuleBasedStateMachine):
         self.index = KeyIndex(lambda ids: self.hasher([min(i, 250) for i in ids]), SHORT)
         self.open: dict[str, list[int]] = {}
         self.closed: dict[str, list[int]] = {}
-        self.hidden: set[str] = set()
         self.gone: set[str] = set()
 
     def _packed(self, ids: list[int]) -> bytes:
@@ -72,7 +71,6 @@ class _Index(RuleBasedStateMachine):
         self.index.add(digest, self._packed(ids), open_to_all=True)
         self.closed.pop(digest, None)
         self.open[digest] = ids
-        self.hidden.discard(digest)
 
     @rule(ids=documents)
     def add_closed(self, ids: list[int]) -> None:
@@ -82,13 +80,6 @@ class _Index(RuleBasedStateMachine):
             self.closed[digest] = ids
 
     @rule(data=st.data())
-    def hide(self, data: st.DataObject) -> None:
-        if self.open:
-            digest = data.draw(st.sampled_from(sorted(self.open)))
-            self.index.hide(digest)
-            self.hidden.add(digest)
-
-    @rule(data=st.data())
     def forget(self, data: st.DataObject) -> None:
         if known := sorted(self.open | self.closed):
             digest = data.draw(st.sampled_from(known))
@@ -96,7 +87,6 @@ class _Index(RuleBasedStateMachine):
             for table in (self.open, self.closed):
                 table.pop(digest, None)
             self.gone.add(digest)
-            self.hidden.discard(digest)
 
     @rule(ids=documents, data=st.data(), start=st.integers(0, 2))
     def ask(self, ids: list[int], data: st.DataObject, start: int) -> None:
@@ -104,7 +94,7 @@ class _Index(RuleBasedStateMachine):
         hashes = self.hasher(ids)[start:]
         run = self.index.leading(hashes, None, lambda digest: digest not in without)
         holders = [self._holders(chunk_hash) for chunk_hash in hashes]
-        usable = [{key for key in keys if key.digest not in without | self.hidden} for keys in holders]
+        usable = [{key for key in keys if key.digest not in without} for keys in holders]
         assert len(run) == len(list(itertools.takewhile(bool, usable)))
         assert all(key in keys for key, keys in zip(run, usable, strict=False))
         for chunk_hash, keys in zip(hashes, holders, strict=True):

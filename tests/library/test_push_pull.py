@@ -14,7 +14,6 @@ from commands import Cli
 from faulty_proxy import flipped, reset, trickle
 from making import files_under, make_artifact
 from s3 import both
-from waiting import run_threads
 
 from lmcache_cartridge.artifact.reading import MANIFEST, PAYLOAD
 from lmcache_cartridge.errors import SourceError
@@ -200,13 +199,6 @@ def _pull(endpoint: str, location: str, home: Path) -> transfer.Moved:
         return transfer.pull(location, source, registry, home / "cartridges", progress=lambda *_: None)
     finally:
         source.close()
-
-
-def test_pulls_at_the_same_time_download_once(there, remote, pushed, proxy):
-    done: list[transfer.Moved] = []
-    run_threads(4, lambda _: done.append(_pull(proxy.endpoint, remote.location, there.home)))
-    assert sorted(pulled.changed for pulled in done) == [False, False, False, True]
-    assert len({pulled.root for pulled in done}) == 1
 
 
 def test_what_a_killed_pull_left_is_invisible_and_goes_with_the_next(there, remote, pushed, proxy):

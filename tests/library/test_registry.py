@@ -219,21 +219,6 @@ def test_a_registry_of_another_schema_is_refused_and_left_alone(registry, versio
     assert files_under(registry.path.parent) == before
 
 
-@pytest.mark.parametrize("read_only", [False, True])
-def test_a_file_that_is_no_registry_gives_a_registry_error(tmp_path, read_only):
-    path, content = tmp_path / "registry.sqlite", b"no database at all" * 999
-    path.write_bytes(content)
-    with pytest.raises(RegistryError, match=str(path)):
-        Registry(path, read_only=read_only).all()
-    assert path.read_bytes() == content
-
-
-def test_a_home_that_is_a_file_gives_a_registry_error(tmp_path):
-    (tmp_path / "home").write_text("not a directory")
-    with pytest.raises(RegistryError, match="home"):
-        Registry(tmp_path / "home" / "registry.sqlite")
-
-
 def test_an_id_is_no_label_and_a_label_no_id_though_it_follows_the_same_rule(registry, make):
     registry.register(make())
     registry.label("current", "doc")

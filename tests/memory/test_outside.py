@@ -160,6 +160,7 @@ def s3_kind():
 @pytest.fixture
 def world(home, s3_credentials, bucket, monkeypatch):
     monkeypatch.setattr(entries, "_KEPT_FROM", 1)  # as if there were thousands
+    monkeypatch.setattr(entries, "_MAX_MANIFESTS", 1)  # so that they are read again
     monkeypatch.setattr(entries, "_RETRY_S", 0.5)
     monkeypatch.setattr(loads, "STALLED_S", 0.3)
     monkeypatch.setitem(Workers.__init__.__kwdefaults__, "stalled_s", 0.3)  # type: ignore[misc]
