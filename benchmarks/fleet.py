@@ -43,9 +43,9 @@ class Publisher:
             warnings.simplefilter("ignore")
             from vllm.distributed import kv_events
         self._vllm = kv_events
-        self.events, self.replay = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
-        at = (f"tcp://*:{place.rpartition(':')[2]}" for place in (self.events, self.replay))
-        self._publisher = kv_events.ZmqEventPublisher(0, *at)
+        events, replay = free_port(), free_port()
+        self.replay = f"tcp://127.0.0.1:{replay}"
+        self._publisher = kv_events.ZmqEventPublisher(0, f"tcp://*:{events}", f"tcp://*:{replay}")
 
     def store(self, name: int, ids: Sequence[int]) -> None:
         """Publish whole blocks."""
@@ -65,8 +65,7 @@ class Publisher:
 def served(pods: Sequence[tuple[Stub, Publisher]], directory: Path) -> Iterator[str]:
     """Run the service over stubs until it knows them; yield its address."""
     listen = f"127.0.0.1:{free_port()}"
-    named = [{"name": stub.name, "url": stub.url, "events": publisher.events, "replay": publisher.replay}
-             for stub, publisher in pods]  # fmt: skip
+    named = [{"name": stub.name, "url": stub.url, "replay": publisher.replay} for stub, publisher in pods]
     config = {"listen": listen, "pods": named}
     (directory / "fleet.json").write_text(json.dumps(config))  # which is YAML
     command = [sys.executable, "-m", "lmcache_cartridge.cli.main", "fleet", "serve", directory / "fleet.json"]

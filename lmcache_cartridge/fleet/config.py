@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from ..errors import SettingsError
 from .affinity import EXPLICIT, Naming
@@ -23,15 +23,9 @@ class PodConfig(BaseModel):
     url: Annotated[str, Field(pattern=r"^https?://[^/]+/?$")]
     """Of vLLM's API server; requests are sent to its host and port."""
     events: str | None = None
-    """ZMQ endpoint that its events are read from, `tcp://HOST:PORT`. Without it `GET /kv_event_sources` is asked."""
+    """Its `endpoint`; may be named, and is not read: `replay` tells all that comes there, and what was lost on the way."""
     replay: str | None = None
-    """ZMQ endpoint that past events are asked of, vLLM's `replay_endpoint`; goes with `events`."""
-
-    @model_validator(mode="after")
-    def _go_together(self) -> PodConfig:
-        if (self.events is None) != (self.replay is None):
-            raise ValueError("`events` and `replay` go together")
-        return self
+    """ZMQ endpoint that its events are asked of, vLLM's `replay_endpoint`. Without it `GET /kv_event_sources` is asked."""
 
     @property
     def address(self) -> str:
@@ -56,12 +50,8 @@ class FleetConfig(BaseModel):
     """Of how few requests wait at it: 0.5 (1 - min(waiting, 128) / 128), llm-d's."""
     naming: Naming = EXPLICIT
     """The servers' own settings that give requests cartridges, and `models`, the names that are served."""
-    names_ttl_s: _Seconds = 60.0
-    """How long the tokens of a name are used before a server is asked again."""
     poll_s: _Seconds = 1.0
-    """How often a server's health, load and models are asked for."""
-    verify_s: _Seconds = 5.0
-    """How often a server is asked for its last event again, by which a restart or a loss is found while it is idle."""
+    """How often a server's health, load and events are asked for."""
     timeout_s: _Seconds = 2.0
     """How long a server may take for an answer."""
 

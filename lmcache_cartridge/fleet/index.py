@@ -1,8 +1,8 @@
 """Index: which blocks each server has, by what its KV events tell.
 
 vLLM's names of blocks have salts in them, so that two tenants' copies of one prompt have different names. Here a block is
-found by its tokens and all before them, and is there until the last copy is gone. Another tenant's copy counts as a hit: a
-request in the wrong place, never a wrong answer, since vLLM checks the salt.
+found by its tokens and all before them, and is there until the last copy is gone. Another tenant's or LoRA adapter's copy
+counts as a hit: a request in the wrong place, never a wrong answer, since vLLM checks both.
 """
 
 from __future__ import annotations
@@ -15,18 +15,12 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-from ..errors import CartridgeError
-
 TIERS = ("gpu", "cpu", "disk")
 """By rising cost of a hit: in the engine's blocks, in the host's memory, on a disk or further away."""
 _TIER = {None: "gpu", "GPU": "gpu", "CPU": "cpu"}
 Name = int | bytes
 """Of a block in a server's events."""
 _Word = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
-
-
-class MalformedEvent(CartridgeError, ValueError):
-    """An event is not as vLLM writes them."""
 
 
 class BlockStored(msgspec.Struct, tag=True, gc=False):
@@ -37,7 +31,6 @@ class BlockStored(msgspec.Struct, tag=True, gc=False):
     block_size: Annotated[int, msgspec.Meta(ge=1, lt=1 << 24)]
     parent_block_hash: Name | None = None
     medium: str | None = None
-    lora_name: str | None = None
     group_idx: int | None = None
 
 
@@ -53,16 +46,7 @@ class AllBlocksCleared(msgspec.Struct, tag=True, gc=False):
     """Likewise; of all tiers."""
 
 
-Event = BlockStored | BlockRemoved | AllBlocksCleared
-_decoder = msgspec.msgpack.Decoder(Event)
-
-
-def read_event(packed: bytes | msgspec.Raw) -> Event:
-    """Return the event in MessagePack. Raises `MalformedEvent`."""
-    try:
-        return _decoder.decode(packed)
-    except (msgspec.DecodeError, ValueError) as error:
-        raise MalformedEvent(f"an event is not as vLLM 0.32 writes it: {error}") from None
+_decoder = msgspec.msgpack.Decoder(BlockStored | BlockRemoved | AllBlocksCleared)
 
 
 class Source(NamedTuple):
@@ -76,15 +60,14 @@ class Source(NamedTuple):
 class Tokens:
     """Token ids of a prompt, with the hashes of its blocks of each size that was asked for."""
 
-    def __init__(self, ids: Sequence[int], adapter: str | None = None) -> None:
-        """`adapter` is the name of the LoRA adapter that computes them."""
-        self.ids, self.adapter = array("I", ids), adapter
+    def __init__(self, ids: Sequence[int]) -> None:
+        self.ids = array("I", ids)
         self._prefixes: dict[int, list[bytes]] = {}
 
     def prefixes(self, size: int) -> list[bytes]:
         """Return the hash of each whole block of `size` tokens and all before it."""
         if size not in self._prefixes:
-            self._prefixes[size] = prefixes(self.ids, size, self.adapter)
+            self._prefixes[size] = prefixes(self.ids, size)
         return self._prefixes[size]
 
 
@@ -120,11 +103,13 @@ class Index:
     def __init__(self) -> None:
         self._copies: dict[_Place, _Copies] = {}
 
-    def apply(self, source: Source, event: Event) -> None:
-        """Take in an event, but for blocks that follow on one which is not known: where they belong cannot be said.
+    def apply(self, source: Source, packed: bytes | msgspec.Raw) -> None:
+        """Take in an event in MessagePack, but for blocks that follow on one which is not known: where they belong cannot be
+        said.
 
-        Raises `MalformedEvent`, and then nothing of the event is taken in.
+        Raises `msgspec.DecodeError` or `ValueError` for what is no event, of which nothing is taken in then.
         """
+        event = _decoder.decode(packed)
         if isinstance(event, BlockStored):
             self._store(source, event)
         elif isinstance(event, AllBlocksCleared):
@@ -160,13 +145,13 @@ class Index:
     def _store(self, source: Source, event: BlockStored) -> None:
         names, ids, size, parent = event.block_hashes, event.token_ids, event.block_size, event.parent_block_hash
         if len(ids) != len(names) * size:
-            raise MalformedEvent(f"{len(names)} blocks of {size} tokens have {len(ids)}")
+            raise ValueError(f"{len(names)} blocks of {size} tokens have {len(ids)}")
         place = _Place(source, _tier(event.medium), event.group_idx or 0, size)
         copies = self._copies.get(place) or _Copies()
-        before = None if parent is None else copies.prefixes.get(parent)
-        if before is None and parent is not None:
+        before = b"" if parent is None else copies.prefixes.get(parent)
+        if before is None:
             return
-        for name, prefix in zip(names, prefixes(ids, size, event.lora_name, before), strict=True):
+        for name, prefix in zip(names, prefixes(ids, size, before), strict=True):
             copies.drop(name)
             copies.prefixes[name] = prefix
             copies.count[prefix] += 1
@@ -174,10 +159,8 @@ class Index:
             self._copies[place] = copies
 
 
-def prefixes(ids: Sequence[int], size: int, adapter: str | None = None, before: bytes | None = None) -> list[bytes]:
+def prefixes(ids: Sequence[int], size: int, before: bytes = b"") -> list[bytes]:
     """Return the hash of each whole block of `size` tokens and all before it; `before` is that of the block before."""
-    if before is None:
-        before = blake2b((adapter or "").encode("utf-8", "surrogatepass"), digest_size=8).digest()
     words, found = array("I", ids), []
     for end in range(size, len(words) + 1, size):
         before = blake2b(before + words[end - size : end].tobytes(), digest_size=8).digest()

@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 PREFIX = "lmcache_cartridge_fleet_"
 _OF_PODS: dict[str, tuple[Any, str, Callable[[Pod], float]]] = {
     "healthy": (GaugeMetricFamily, "Whether a server can be picked.", lambda pod: pod.problem is None),
-    "known": (GaugeMetricFamily, "Whether a server's past events are in the index.", lambda pod: pod.is_known),
-    "event_lost": (CounterMetricFamily, "Times that a server's events were gone for good.", lambda pod: pod.counts.lost),
-    "event_malformed": (CounterMetricFamily, "A server's events that could not be read.", lambda pod: pod.counts.malformed),
+    "event_lost": (CounterMetricFamily, "Times that a server's events were gone for good.", 
+                   lambda pod: sum(one.lost for one in pod.followers.values())),
+    "event_malformed": (CounterMetricFamily, "A server's events that could not be read.",
+                        lambda pod: sum(one.malformed for one in pod.followers.values())),
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Pods: a fleet's servers as the service sees them: healthy or not, how many requests wait, what they serve and publish."""
+"""Pods: a fleet's servers as the service sees them: healthy or not, how many requests wait, and what they publish."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import aiohttp
 import msgspec
 
 from .config import FleetConfig, PodConfig
-from .events import Counts, Follower
+from .events import Follower
 from .index import Index, Source
 
 logger = logging.getLogger("lmcache_cartridge.fleet")
@@ -36,48 +36,25 @@ class Pod:
         """Why it gets no requests; None for a healthy one."""
         self.waiting = 0
         """Requests that wait at it."""
-        self.models: dict[str, str | None] = {}
-        """Names that it serves, each with what it belongs to: a LoRA adapter or cartridge to a model, a model to nothing.
-        Empty until it told."""
         self.followers: dict[int, Follower] = {}
-        """Its events, by data-parallel rank."""
-        self.counts = Counts()
-        """What they came to, of all ranks."""
-        self._endpoints = {0: (config.events, config.replay)} if config.events and config.replay else {}
-        self._fleet, self._index = fleet, index
+        """Its events, by data-parallel rank; none until it told where it publishes them."""
+        self._config, self._fleet, self._index = config, fleet, index
 
     @property
     def is_known(self) -> bool:
         """Whether what it told before the service was started is in the index, as far as it can be had."""
         return bool(self.followers) and all(follower.known for follower in self.followers.values())
 
-    def adapter(self, model: str | None) -> str | None:
-        """Return `model` where it is the name of a LoRA adapter, whose blocks are its own."""
-        parent = self.models.get(model or "")
-        if model in self._fleet.naming.model_aliases:
-            return None
-        return model if parent in self.models and not str(model).startswith(f"{parent}:") else None
-
-    def serves(self, model: object) -> bool:
-        """Return whether it is known to serve a model, `MODEL` or `MODEL:CARTRIDGE`; so it is where none is named."""
-        return not isinstance(model, str) or any(model == name or model.startswith(f"{name}:") for name in self.models)
-
     async def watch(self, session: aiohttp.ClientSession) -> None:
-        """Ask it again and again, and follow its events, until cancelled."""
+        """Ask it again and again, and for its events beside, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._follow())
             while True:
                 await self.poll(session)
-                for rank in self._endpoints.keys() - self.followers.keys():
-                    events, replay = self._endpoints[rank]
-                    self.followers[rank] = follower = Follower(
-                        self._index, Source(self.number, rank), events, replay, name=self.name,
-                        timeout_s=self._fleet.timeout_s, verify_s=self._fleet.verify_s, counts=self.counts,
-                    )  # fmt: skip
-                    tasks.create_task(self._keep_following(follower))
                 await asyncio.sleep(self._fleet.poll_s)
 
     async def poll(self, session: aiohttp.ClientSession) -> None:
-        """Ask once for its health, load and models, and for its events until it tells of some."""
+        """Ask once for its health and load, and where its events are, until it tells."""
         try:
             await self._ask(session)
             problem = None
@@ -94,10 +71,16 @@ class Pod:
     async def _ask(self, session: aiohttp.ClientSession) -> None:
         await self._get(session, "/health")
         self.waiting = sum(int(float(value)) for value in _WAITING.findall(await self._get(session, "/metrics")))
-        cards = msgspec.json.decode(await self._get(session, "/v1/models"))["data"]
-        self.models = {card["id"]: card.get("parent") for card in cards}
-        if not self._endpoints:
-            self._endpoints = _endpoints(await self._get(session, "/kv_event_sources"), self.url)
+        if not self.followers:
+            replays = {0: self._config.replay} if self._config.replay else None
+            if replays is None:
+                replays = _replays(await self._get(session, "/kv_event_sources"), self.url)
+            self.followers = {
+                rank: Follower(
+                    self._index, Source(self.number, rank), replay, name=self.name, timeout_s=self._fleet.timeout_s
+                )
+                for rank, replay in replays.items()
+            }
         with suppress(OSError):  # what its name meant is good while it answers
             async with asyncio.timeout(self._fleet.timeout_s):
                 await self.resolve()
@@ -114,32 +97,26 @@ class Pod:
         hosts = dict.fromkeys(str(place[0]) for *_, place in found)
         self.resolved = ",".join(f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}" for ip in hosts)
 
-    async def _keep_following(self, follower: Follower) -> None:
-        """Follow until cancelled; what goes wrong is logged, and everything is asked for again."""
+    async def _follow(self) -> None:
+        """Take in its events until cancelled; what goes wrong is logged, and everything is asked for again."""
         while True:
-            try:
-                await follower.follow()
-            except Exception:
-                logger.exception("%s: its events are followed no more; again in %g s", self.name, self._fleet.poll_s)
+            for follower in self.followers.values():
+                try:
+                    await follower.catch_up()
+                except Exception:
+                    logger.exception("%s: its events cannot be taken in; all are asked for again", self.name)
+                    follower.forget()
             await asyncio.sleep(self._fleet.poll_s)
 
 
-def _endpoints(told: str, url: str) -> dict[int, tuple[str, str]]:
-    """Return the endpoints to connect to, by rank, in what `GET /kv_event_sources` tells of a server."""
-    found: dict[int, tuple[str, str]] = {}
-    sources = msgspec.json.decode(told)
+def _replays(told: str, url: str) -> dict[int, str]:
+    """Return the replay endpoints to connect to, by rank, in what `GET /kv_event_sources` tells of a server."""
     host = urlsplit(url).hostname or ""
     host = f"[{host}]" if ":" in host else host
-    for rank, source in sources.items():
-        if source.get("publisher") == "zmq" and source.get("enable_kv_cache_events"):
-            events, replay = (_reached(source.get(name), host) for name in ("endpoint", "replay_endpoint"))
-            if events and replay:
-                found[int(rank)] = events, replay
+    found = {}
+    for rank, source in msgspec.json.decode(told).items():
+        endpoint = source.get("replay_endpoint")
+        if source.get("publisher") == "zmq" and source.get("enable_kv_cache_events") and endpoint:
+            bound, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+            found[int(rank)] = f"tcp://{host}:{port}" if bound in _ANYWHERE else endpoint
     return found
-
-
-def _reached(endpoint: str | None, host: str) -> str | None:
-    """Return where to connect to a socket that is bound to `endpoint` on `host`."""
-    scheme, _, rest = (endpoint or "").partition("://")
-    bound, _, port = rest.rpartition(":")
-    return f"tcp://{host}:{port}" if scheme == "tcp" and bound in _ANYWHERE else endpoint

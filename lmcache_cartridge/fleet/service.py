@@ -76,7 +76,7 @@ class Fleet:
             timeout=aiohttp.ClientTimeout(total=self.config.timeout_s),
             connector=aiohttp.TCPConnector(limit=0),
         )
-        self._renderer = Renderer(self._session, self.config.names_ttl_s)
+        self._renderer = Renderer(self._session)
         self._tasks = [asyncio.create_task(pod.watch(self._session), name=pod.name) for pod in self.pods]
 
     async def close(self) -> None:
@@ -93,17 +93,16 @@ class Fleet:
         neither, `NoPod`, and `NotReplayed` where no server's past events were replayed yet.
         """
         fields = _fields(body)
-        able, left_out = self._able(fields)
+        able, left_out = self._able()
         if not any(pod.is_known for pod in able):
             raise NotReplayed("no server's past events are replayed yet, or they publish none; ask later")
         tokens = await self._named(fields, headers, able)
         prompt = fields.get("prompt")
         try:
-            ids = [*tokens.ids, *(prompt if isinstance(prompt, list) else ())]
-            tokens = Tokens(ids, tokens.adapter or able[0].adapter(fields.get("model")))
+            tokens = Tokens([*tokens.ids, *(prompt if isinstance(prompt, list) else ())])
         except (TypeError, OverflowError):
             raise NoTokens("`prompt` is text, of which nothing is looked for, or a list of token ids") from None
-        if not ids:
+        if not tokens.ids:
             raise NoTokens("name cartridges, or give token ids as `prompt`")
         found = self._scored(tokens, able)
         return {
@@ -118,7 +117,7 @@ class Fleet:
         what the cartridges are was not asked for a while. Raises `NoPod` without a healthy server.
         """
         fields = _fields(body)
-        able, left_out = self._able(fields)
+        able, left_out = self._able()
         problem, tokens = {}, Tokens([])
         try:
             tokens = await self._named(fields, headers, able)
@@ -141,15 +140,13 @@ class Fleet:
         """Return the tokens of a request's cartridges, none without any. Raises `NoTokens`."""
         return await self._renderer.of_names(fields, headers, pods) if self._key(fields, headers) else Tokens([])
 
-    def _able(self, fields: Mapping[str, Any]) -> tuple[list[Pod], dict[str, str]]:
-        """Return the healthy servers that serve a request's model, all where none does, since a server itself says that it
-        does not know one; and why others cannot be picked. Raises `NoPod` without a healthy one.
-        """
+    def _able(self) -> tuple[list[Pod], dict[str, str]]:
+        """Return the healthy servers, and why others cannot be picked. Raises `NoPod` without a healthy one."""
         left_out = {pod.name: pod.problem for pod in self.pods if pod.problem is not None}
         able = [pod for pod in self.pods if pod.problem is None]
         if not able:
             raise NoPod("no server is healthy: " + "; ".join(f"{name}: {why}" for name, why in left_out.items()))
-        return [pod for pod in able if pod.serves(fields.get("model"))] or able, left_out
+        return able, left_out
 
     def _scored(self, tokens: Tokens, pods: Sequence[Pod]) -> dict[str, Score]:
         matched, weights = self.index.matches(tokens), (self.config.prefix_weight, self.config.load_weight)

@@ -24,6 +24,8 @@ _PASSED = ("authorization", "x-cartridges", "x-api-key")
 _PROBE = 5
 """A token id of every model, as a prompt to put cartridges before."""
 _LATER = (408, 425, 429)
+TTL_S = 60.0
+"""How long the tokens of a name are used before a server is asked again."""
 _MAX_KEPT_TOKENS = 16 << 20
 """How many tokens of requests are remembered, of 4 bytes."""
 _ENTRY_TOKENS = 256
@@ -34,7 +36,6 @@ class _Shown(msgspec.Struct):
     """What `/render` says."""
 
     token_ids: Annotated[list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]], msgspec.Meta(min_length=1)]
-    model: str | None = None
 
 
 _decode = msgspec.json.Decoder(tuple[_Shown]).decode
@@ -44,9 +45,8 @@ _Asking = asyncio.Task[Tokens | NoTokens]
 class Renderer:
     """Asks servers for tokens. One event loop."""
 
-    def __init__(self, session: aiohttp.ClientSession, ttl_s: float) -> None:
-        """Tokens of names are remembered for `ttl_s`."""
-        self._session, self._ttl_s = session, ttl_s
+    def __init__(self, session: aiohttp.ClientSession) -> None:
+        self._session = session
         self._kept: OrderedDict[bytes, tuple[float, _Asking]] = OrderedDict()
 
     async def of_names(self, fields: Mapping[str, Any], headers: Mapping[str, str], pods: Sequence[Pod]) -> Tokens:
@@ -60,7 +60,7 @@ class Renderer:
         until, asking = self._kept.get(key, (0.0, None))
         if asking is None or (asking.done() and until < time.monotonic()):
             asking = asyncio.create_task(self._ask(naming | {"prompt": [_PROBE], "max_tokens": 1}, headers, pods))
-            self._kept[key] = time.monotonic() + self._ttl_s, asking
+            self._kept[key] = time.monotonic() + TTL_S, asking
         self._kept.move_to_end(key)
         found = await asyncio.shield(asking)
         if isinstance(found, NoTokens):
@@ -79,7 +79,7 @@ class Renderer:
                     status, told = response.status, await response.read()
                 if status == 200:
                     [shown] = _decode(told)
-                    return Tokens(shown.token_ids[:-1], pod.adapter(shown.model or body.get("model")))
+                    return Tokens(shown.token_ids[:-1])
             except (*UNREACHABLE, msgspec.DecodeError, ValueError):
                 continue
             if 400 <= status < 500 and status not in _LATER:

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from lmcache_cartridge.fleet.index import Event, Index, MalformedEvent, Source, Tokens, read_event
+from lmcache_cartridge.fleet.index import Index, Source, Tokens
 
 CLEARED = {"type": "AllBlocksCleared"}
 SIZE, PODS, MEDIA = 16, 3, {"gpu": "GPU", "cpu": "CPU", "disk": "STORAGE"}
@@ -16,24 +16,22 @@ Path = tuple[int, ...]
 """A prompt, by blocks; each block is one token many times over."""
 
 
-def read(event: Any) -> Event:
-    """Return an event that came over the wire as these fields."""
-    return read_event(msgspec.msgpack.encode(event))
+read = msgspec.msgpack.encode
 
 
 REMOVED = {"type": "BlockRemoved", "block_hashes": [3, 4], "medium": "GPU", "group_idx": 0}
 STORED = {
     "type": "BlockStored", "block_hashes": [5], "parent_block_hash": None, "token_ids": list(range(SIZE)),
-    "block_size": SIZE, "lora_id": None, "medium": "GPU", "lora_name": None, "group_idx": 0,
+    "block_size": SIZE, "lora_id": None, "medium": "GPU", "lora_name": "nurse", "group_idx": 0,
 }  # fmt: skip
 """As vLLM 0.32 writes them."""
 
 
-def stored(names: list[Any], ids: list[int], parent: Any = None, **more: Any) -> Event:
+def stored(names: list[Any], ids: list[int], parent: Any = None, **more: Any) -> bytes:
     return read(STORED | {"block_hashes": names, "parent_block_hash": parent, "token_ids": ids} | more)
 
 
-def removed(names: list[Any], **more: Any) -> Event:
+def removed(names: list[Any], **more: Any) -> bytes:
     return read(REMOVED | {"block_hashes": names} | more)
 
 
@@ -53,7 +51,7 @@ class Engines:
     def path(self) -> Path:
         return tuple(self.random.randrange(3) for _ in range(self.random.randint(1, 8)))
 
-    def step(self) -> tuple[int, Event]:
+    def step(self) -> tuple[int, bytes]:
         """Store, remove or clear something; return the server and its event."""
         pod, tier = self.random.choice(list(self.held))
         held, salt, choice = self.held[pod, tier], self.random.choice("ab"), self.random.random()
@@ -89,26 +87,14 @@ def _name(salt: str, path: Path) -> int:
     return hash((salt, path)) & (1 << 64) - 1
 
 
-def _disagreements(seed: int, *, without: str | None = None) -> int:
-    """Return how often the index says otherwise than the servers have it, in 600 events of theirs."""
-    engines, index, wrong = Engines(seed), Index(), 0
-    for _ in range(600):
-        pod, event = engines.step()
-        if type(event).__name__ != without:
-            index.apply(Source(pod), event)
-        path = engines.path()
-        wrong += index.matches(Tokens(ids_of(path))) != engines.matches(path)
-    return wrong
-
-
 @pytest.mark.parametrize("seed", range(2))
 def test_what_is_found_is_what_the_servers_hold_for_any_tenant(seed):
-    assert _disagreements(seed) == 0
-
-
-@pytest.mark.parametrize("kind", ["BlockRemoved", "BlockStored", "AllBlocksCleared"])
-def test_an_index_that_missed_a_kind_of_event_would_be_found_out(kind):
-    assert _disagreements(0, without=kind) > 20
+    engines, index = Engines(seed), Index()
+    for _ in range(600):
+        pod, event = engines.step()
+        index.apply(Source(pod), event)
+        path = engines.path()
+        assert index.matches(Tokens(ids_of(path))) == engines.matches(path)
 
 
 def test_ranks_and_groups_of_a_server_are_told_apart():
@@ -123,20 +109,13 @@ def test_ranks_and_groups_of_a_server_are_told_apart():
     assert index.matches(Tokens(ids)) == {0: {"gpu": SIZE}}
 
 
-def test_tiers_may_have_blocks_of_other_sizes_and_adapters_have_their_own():
+def test_tiers_may_have_blocks_of_other_sizes_and_blocks_after_unknown_ones_are_not_guessed():
     index, source, ids = Index(), Source(7), list(range(256))
     index.apply(source, stored([1, 2], ids[: 2 * SIZE]))
     index.apply(source, stored([b"x"], ids, block_size=256, medium="cpu"))
-    index.apply(source, stored([5], ids[:SIZE], lora_name="nurse"))
+    index.apply(source, stored([9], ids[:SIZE], parent=8))
     assert index.matches(Tokens(ids)) == {7: {"gpu": 2 * SIZE, "cpu": 256}}
-    assert index.matches(Tokens(ids, "nurse")) == {7: {"gpu": SIZE}}
-    assert index.blocks() == {(7, "gpu"): 3, (7, "cpu"): 1}
-
-
-def test_blocks_after_unknown_ones_are_not_guessed():
-    index, ids = Index(), list(range(2 * SIZE))
-    index.apply(Source(0), stored([2], ids[SIZE:], parent=1))
-    assert index.matches(Tokens(ids[SIZE:])) == index.matches(Tokens(ids)) == index.blocks() == {}
+    assert index.blocks() == {(7, "gpu"): 2, (7, "cpu"): 1}
 
 
 def _mangled(choose: random.Random) -> Any:
@@ -155,7 +134,7 @@ def test_no_event_whatever_it_says_harms_the_index():
     for event in [None, "x", [], *(_mangled(choose) for _ in range(2000))]:
         try:
             index.apply(Source(1), read(event))
-        except MalformedEvent:
+        except (msgspec.DecodeError, ValueError):
             refused += 1
     assert refused > 500
     index.apply(Source(1), read(CLEARED))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
@@ -11,60 +12,54 @@ from typing import Any
 
 import msgspec
 import pytest
-from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
+from routers import Reply, Request, Stub
 from test_fleet_events import Engine, seen
 from test_fleet_events import stored as stored_event
 
 from lmcache_cartridge.errors import NoTokens, NotReplayed, SettingsError
-from lmcache_cartridge.fleet import index
+from lmcache_cartridge.fleet import index, tokens
 from lmcache_cartridge.fleet.config import FleetConfig, of_mapping, read_config
 from lmcache_cartridge.fleet.service import Fleet, best, owner, score
 from lmcache_cartridge.fleet.web import app
 
-SIZE, MODEL = 16, "llama"
+SIZE = 16
 CARTRIDGES = {name: [ord(name) * 100 + i for i in range(8 * SIZE)] for name in "abcd"}
 """The tokens that the stubs put before a prompt."""
 
 
-class Pod:
-    """A server without an engine: it renders cartridges as one would, and publishes what a test says that it holds."""
+class Pod(Stub):
+    """It renders cartridges as a server would, and publishes what a test says that it holds."""
 
     def __init__(self, directory: Path, name: str) -> None:
+        super().__init__(name, self._render)
         directory.mkdir()
-        self.name, self.engine = name, Engine(directory)
+        self.engine = Engine(directory)
         self.healthy, self.waiting, self.status = True, 0, 200
-        self.rendered: list[dict[str, Any]] = []
-        made = web.Application()
-        made.router.add_route("*", "/{rest:.*}", self._answer)
-        self.server = TestServer(made)
 
-    async def _answer(self, request: web.Request) -> web.Response:
-        match request.path:
-            case "/health":
-                return web.Response(status=200 if self.healthy else 503)
-            case "/metrics":
-                text = f'vllm:num_requests_waiting{{engine="0",model_name="m"}} {self.waiting}.0\n'
-                return web.Response(text=text + 'vllm:num_requests_waiting_by_reason{engine="0"} 99.0\n')
-            case "/v1/models":
-                of = {MODEL: None, "nurse": MODEL, f"{MODEL}:a": MODEL}
-                return web.json_response({"data": [{"id": name, "parent": parent} for name, parent in of.items()]})
-            case "/kv_event_sources":
-                told = {"publisher": "zmq", "enable_kv_cache_events": True, "endpoint": self.engine.events}
-                return web.json_response({"0": told | {"replay_endpoint": self.engine.replay}})
+    def get(self, path: str) -> Reply:
+        if path == "/health":
+            return Reply(200 if self.healthy else 503)
+        if path == "/metrics":
+            text = f'vllm:num_requests_waiting{{engine="0",model_name="m"}} {self.waiting}.0\n'
+            return Reply(body=f'{text}vllm:num_requests_waiting_by_reason{{engine="0"}} 99.0\n'.encode())
+        assert path == "/kv_event_sources"
+        told = {"publisher": "zmq", "enable_kv_cache_events": True, "replay_endpoint": self.engine.replay}
+        return Reply(body=json.dumps({"0": told}).encode())
+
+    def _render(self, request: Request) -> Reply:
         assert request.path == "/v1/completions/render"
-        body = await request.json()
-        self.rendered.append(body)
+        body = json.loads(request.body)
         names = body.get("cartridges") or request.headers["x-cartridges"].split(",")
         if self.status == 200 and (unknown := set(names) - set(CARTRIDGES)):
-            return web.json_response({"error": {"message": f"no cartridge is called {unknown}"}}, status=404)
+            return Reply(404, body={"error": {"message": f"no cartridge is called {unknown}"}})
         ids = [token for name in names for token in CARTRIDGES.get(name, [])] + body["prompt"]
-        return web.json_response([{"token_ids": ids, "model": body.get("model")}], status=self.status)
+        return Reply(self.status, body=json.dumps([{"token_ids": ids}]).encode())
 
-    def hold(self, name: str, blocks: int, medium: str = "GPU", adapter: str | None = None) -> None:
+    def hold(self, name: str, blocks: int, medium: str = "GPU") -> None:
         event = stored_event(ord(name), medium)
         event.block_hashes = [ord(name) * 100 + i for i in range(blocks)]
-        event.token_ids, event.lora_name = CARTRIDGES[name][: blocks * SIZE], adapter
+        event.token_ids = CARTRIDGES[name][: blocks * SIZE]
         self.engine.tell([event])
 
 
@@ -91,13 +86,13 @@ async def start(tmp_path):
     """Start a service over so many servers, and wait until it knows them."""
     async with AsyncExitStack() as stack:
 
-        async def started(count: int = 2, **config: Any) -> Running:
+        async def started(count: int = 2) -> Running:
             pods = {name: Pod(tmp_path / name, name) for name in (f"engine-{number}" for number in range(count))}
             for pod in pods.values():
-                await stack.enter_async_context(pod.server)
+                stack.enter_context(pod)
                 stack.callback(pod.engine.close)
-            named = [{"name": name, "url": str(pod.server.make_url("")).rstrip("/")} for name, pod in pods.items()]
-            fleet = Fleet(of_mapping({"pods": named, "poll_s": 0.05, "verify_s": 0.3, **config}))
+            named = [{"name": name, "url": pod.url} for name, pod in pods.items()]
+            fleet = Fleet(of_mapping({"pods": named, "poll_s": 0.05}))
             made = Running(pods, fleet, await stack.enter_async_context(TestClient(TestServer(app(fleet)))))
             await made.known()
             return made
@@ -131,12 +126,12 @@ async def test_who_holds_a_cartridge_is_picked_and_the_receipt_says_why(start):
     await fleet.hold("engine-2", "b", medium="CPU")
     await fleet.hold("engine-0", "a", medium="STORAGE", blocks=4)
     for naming in ({"cartridges": ["a"]}, {"cartridges": ["a"], "prompt": "x"}):
-        name, receipt = await fleet.pick({"model": MODEL} | naming)
+        name, receipt = await fleet.pick(naming)
         assert (name, receipt["by"]) == ("engine-1", "score")
     assert receipt["scores"]["engine-1"]["matched"] == {"gpu": 128}
     assert receipt["scores"]["engine-0"]["matched"] == {"disk": 64}
     assert (await fleet.pick({}, x_cartridges="b"))[0] == "engine-2"
-    assert sum(len(pod.rendered) for pod in fleet.pods.values()) == 2, "once for every way of naming"
+    assert sum(len(pod.requests) for pod in fleet.pods.values()) == 2, "once for every way of naming"
 
 
 async def test_a_cartridge_that_nobody_holds_has_one_owner_and_other_requests_go_by_load(start):
@@ -176,7 +171,7 @@ async def test_a_server_that_is_not_healthy_is_left_out_until_it_is_again(start)
     await seen(lambda: fleet.fleet.pods[1].problem)
     name, receipt = await fleet.pick({"cartridges": ["a"]})
     assert name == "engine-0" and receipt["left_out"] == {"engine-1": "/health answers 503"}
-    await fleet.pods["engine-0"].server.close()
+    fleet.pods["engine-0"].close()
     await seen(lambda: fleet.fleet.pods[0].problem)
     reply = await fleet.client.post("/pick", json={"cartridges": ["a"]})
     error = (await reply.json())["error"]
@@ -190,29 +185,22 @@ async def test_a_score_is_of_a_requests_cartridges_and_the_tokens_of_its_prompt(
     fleet = await start()
     await fleet.hold("engine-1", "a")
     half = [9] * 128
-    for request, headers, tokens, part in (
+    for request, headers, count, part in (
         ({"cartridges": ["a"], "prompt": half}, {}, 256, 1.0), ({"prompt": CARTRIDGES["a"]}, {}, 128, 2.0),
-        ({"prompt": half, "model": "another"}, {}, 128, 0.0), ({"prompt": "text"}, {"X-Cartridges": "a"}, 128, 2.0),
+        ({"prompt": half}, {}, 128, 0.0), ({"prompt": "text"}, {"X-Cartridges": "a"}, 128, 2.0),
     ):  # fmt: skip
         told = await (await fleet.client.post("/score", json=request, headers=headers)).json()
-        assert told["receipt"]["tokens"] == tokens, request
+        assert told["receipt"]["tokens"] == count, request
         assert told["scores"] == {"engine-0": 0.5, "engine-1": part + 0.5}, request
 
 
-async def test_blocks_of_an_adapter_are_its_own(start):
-    fleet = await start()
-    await fleet.hold("engine-0", "a", adapter="nurse")
-    await fleet.hold("engine-1", "a")
-    for model, name in (("nurse", "engine-0"), (MODEL, "engine-1"), (f"{MODEL}:a", "engine-1")):
-        assert (await fleet.pick({"model": model, "cartridges": ["a"]}))[0] == name
-
-
-async def test_a_name_is_asked_for_once_by_all_who_wait_and_again_when_it_is_old(start):
-    fleet = await start(1, names_ttl_s=0.001)
+async def test_a_name_is_asked_for_once_by_all_who_wait_and_again_when_it_is_old(start, monkeypatch):
+    monkeypatch.setattr(tokens, "TTL_S", 0.001)
+    fleet = await start(1)
     (pod,) = fleet.pods.values()
     many = await asyncio.gather(*[fleet.pick({"cartridges": ["a"]}) for _ in range(20)])
     assert [receipt["tokens"] for _, receipt in many] == [128] * 20
-    assert len(pod.rendered) == 1, "once for all who wait"
+    assert len(pod.requests) == 1, "once for all who wait"
     pod.status = 500
     await asyncio.sleep(0.01)
     assert (await fleet.pick({"cartridges": ["a"]}))[1]["problem"].startswith("no server answers")
@@ -264,7 +252,6 @@ async def test_metrics_say_what_was_done(start):
     for line in (
         'index_blocks{pod="engine-1",tier="gpu"} 8.0', 'picks_total{by="score",pod="engine-1"} 1.0',
         "asked_tokens_total 256.0", "hit_tokens_total 128.0", 'event_lost_total{pod="engine-1"} 0.0',
-        'known{pod="engine-0"} 1.0',
     ):  # fmt: skip
         assert f"lmcache_cartridge_fleet_{line}\n" in text, text
     assert (await fleet.client.get("/health")).status == 200
@@ -275,7 +262,6 @@ def test_a_wrong_configuration_is_refused_with_the_key(tmp_path):
     for wrong, words in (
         ([], "the file"), ({"pods": [pod], "port": 1}, "port"), ({"pods": [pod, pod]}, "one name"),
         ({"pods": [pod, pod | {"name": "b"}]}, "one address"), ({"pods": [pod | {"url": "a:8000"}]}, "pods.0.url"),
-        ({"pods": [pod | {"events": "tcp://a:1"}]}, "go together"),
     ):  # fmt: skip
         with pytest.raises(SettingsError, match=words):
             of_mapping(wrong)
@@ -291,10 +277,10 @@ def test_the_shipped_configuration_is_read():
 
 
 async def test_remembered_tokens_are_bounded(start, monkeypatch):
-    monkeypatch.setattr("lmcache_cartridge.fleet.tokens._MAX_KEPT_TOKENS", 800)
+    monkeypatch.setattr(tokens, "_MAX_KEPT_TOKENS", 800)
     fleet = await start(1)
     (pod,) = fleet.pods.values()
     for name in "abacab":
         await fleet.pick({"cartridges": [name]})
-    asked = "".join(body["cartridges"][0] for body in pod.rendered)
+    asked = "".join(json.loads(request.body)["cartridges"][0] for request in pod.requests)
     assert asked == "abcb", "two fit; what was asked for last stays"
