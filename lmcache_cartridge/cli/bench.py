@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import BadParameter
 
 from ..errors import CartridgeError
-from .making import load_for
+from .making import own_server
 from .options import ServedChunk, ServerModel, Url, Vllm, check, command, listed, load_model, option, settings_of
 from .show import bars, is_json, say, show, table
 
@@ -78,12 +76,6 @@ def bench(
         return _tell(report, page.write(report, output))
 
 
-def room_bytes(lengths: Sequence[int], context: int | None, token_bytes: int) -> int:
-    """Return the bytes for the two longest cartridges that a model's `context` has room for, and some."""
-    longest = max(lengths) if context is None else min(max(lengths), context)
-    return max(1 << 30, 3 * longest * token_bytes)
-
-
 def _running(
     stack: ExitStack, url: str, server_model: str | None, model: str | None, chunk: int
 ) -> tuple[Target, Maker | None]:
@@ -107,20 +99,12 @@ def _own(stack: ExitStack, model: str, p: list[int] | None, chunk: int, vllm: st
     """Return a server that is started here, and what makes cartridges for it; both end with `stack`."""
     from ..make.bench import places
     from ..make.bench.target import Target
-    from ..make.trial.maker import Maker
-    from ..make.trial.own import OwnServer
 
-    home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cartridge-bench-")))
-    loaded, args = load_for(vllm, model)
-    room = room_bytes(p or places.LENGTHS, loaded.context_tokens, loaded.fingerprint.token_bytes)
-    server = OwnServer(model, home, chunk_tokens=chunk, vllm_args=args, settings={"admin": True, "cpu_bytes": room})
-    maker = Maker(loaded, server.settings, chunk)
+    server, maker = own_server(stack, model, chunk, vllm, lengths=p or places.LENGTHS)
     say(f"starting a server of {model} (tens of seconds)")
-    stack.callback(server.stop)
     server.start()
     with server.client() as client:
-        target = stack.enter_context(Target(client.url, client.model))
-    return target, maker
+        return stack.enter_context(Target(client.url, client.model)), maker
 
 
 def _tell(report: dict[str, Any], files: list[Path]) -> int:

@@ -14,7 +14,7 @@ from typer import Argument, Context, Typer
 
 from ..errors import CartridgeError, SettingsError
 from .options import ChunkSize, Library, app, assignment, command, home, option, settings_of
-from .show import is_json, say, show, size, working
+from .show import is_json, say, show, working
 
 if TYPE_CHECKING:
     from ..serve.arguments import Arguments
@@ -104,11 +104,7 @@ def serve(
         show(plain, str(launch))
         return
     _look_before(model, Arguments(launch.command))
-    told = [model, why, f"home={settings.home}"]
-    for name in sorted(settings.model_fields_set - {"home"}):
-        value = getattr(settings, name)
-        told.append(f"{name}={size(value) if name.endswith('_bytes') else value}")
-    show(plain, f"{', '.join(told)}; --print shows all")
+    show(plain, f"{model}, {why}, home={settings.home}; --print shows all")
     launch.write()
     launch.become()
 
@@ -138,7 +134,7 @@ def _bytes(option: str, text: str) -> int:
 def top(
     url: Annotated[str, option("the server; its key is that in $VLLM_API_KEY")] = "http://localhost:8000",
     interval: Annotated[float, option("seconds between refreshes", min=0.1, max=3600)] = 2.0,
-    once: Annotated[bool, option("show it once, with totals instead of rates, and end", "--once")] = False,
+    once: Annotated[bool, option("show it once and end", "--once")] = False,
 ) -> None:
     """Show a running server live. Tiers, requests, loads and cartridges; Ctrl-C ends it."""
     from .top import run

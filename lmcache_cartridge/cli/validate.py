@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from typer import Argument
 
 from ..errors import CartridgeError, SettingsError
-from .making import load_for
+from .making import own_server
 from .options import (
     NAMED,
     ServedChunk,
@@ -80,16 +80,15 @@ def validate(
 
     wanted = suite.default(model=bool(model), own=url is None) if tier is None else suite.read_tiers(tier)
     with ExitStack() as stack:
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cartridge-validate-")))
         with bars() as progress:
             if url is None:
-                context = _started(stack, scratch, str(model), mode, chunk_size, vllm)
+                context = _started(stack, str(model), mode, chunk_size, vllm)
             else:
                 context = _running(stack, url, server_model, model, listed(cartridges), chunk_size, progress)
             context.measure(progress)
         rows = suite.Suite(context, wanted, say).run()
-        if any(row.result == suite.FAIL for row in rows):
-            _keep_logs(scratch)
+        if context.own is not None and any(row.result == suite.FAIL for row in rows):
+            _keep_logs(context.own.home)
     return _tell(context, rows, suite.status(rows, allow_unchecked=allow_unchecked))
 
 
@@ -103,37 +102,24 @@ def _canary(name: str, url: str | None, server_model: str | None) -> int:
     location = registry_of(read_only=True).find(name)
     manifest = reading.load_manifest(root_of(location.location), location.digest, payload=False)
     with Server(url, server_model) as client, bars() as progress:
-        rows = ask_canary(manifest, client, progress)
-    passed = all(row.passed for row in rows)
-    asked = [row._asdict() for row in rows]
-    result = {"name": manifest.name, "passed": passed, "sensitivity": manifest.canary and manifest.canary.sensitivity,
-              "questions": asked}  # fmt: skip
-    readable = [
-        {name: row[name] for name in ("place", "positions", "injected", "difference")}
-        | {"bound": round(row["bound"], 4), "passed": "yes" if row["passed"] else f"NO {row['problem'] or ''}".rstrip()}
-        for row in asked
-    ]
-    show(result, table(readable))
+        rows = [row._asdict() for row in ask_canary(manifest, client, progress)]
+    passed = all(row["problem"] is None for row in rows)
+    show({"name": manifest.name, "passed": passed, "questions": rows}, table(rows))
     return int(not passed)
 
 
-def _started(stack: ExitStack, scratch: Path, model: str, mode: Mode, chunk: int, vllm: str) -> Context:
+def _started(stack: ExitStack, model: str, mode: Mode, chunk: int, vllm: str) -> Context:
     """Return cartridges on a server that is started here, and ends with `stack`."""
-    from ..make.trial.maker import Maker
-    from ..make.trial.own import OwnServer
     from ..validate.context import Context
 
     say(f"making cartridges of generated text with {model}")
-    loaded, args = load_for(vllm, model)
-    own = OwnServer(model, scratch, mode=mode, chunk_tokens=chunk, vllm_args=args)
-    maker = Maker(loaded, own.settings, chunk)
+    own, maker = own_server(stack, model, chunk, vllm, mode=mode)
     held = maker.three()
     say(f"starting a server of {model}, {mode} (tens of seconds)")
-    stack.callback(own.stop)
     try:
         own.start()
     except CartridgeError:
-        _keep_logs(scratch)
+        _keep_logs(own.home)
         raise
     return Context(stack.enter_context(own.client()), held, maker=maker, own=own, static=_static)
 
@@ -164,13 +150,12 @@ def _known(digest: str) -> Manifest | None:
     return None
 
 
-def _keep_logs(scratch: Path) -> None:
+def _keep_logs(home: Path) -> None:
     """Copy the servers' logs to where they outlive this command."""
-    if logs := sorted(scratch.rglob("*.log")):
-        kept = Path(tempfile.mkdtemp(prefix="cartridge-validate-logs-"))
-        for log in logs:
-            shutil.copy(log, kept)
-        say(f"the servers' logs are in {kept}")
+    kept = Path(tempfile.mkdtemp(prefix="cartridge-validate-logs-"))
+    for log in home.rglob("*.log"):
+        shutil.copy(log, kept)
+    say(f"the servers' logs are in {kept}")
 
 
 def _static() -> str:

@@ -29,7 +29,6 @@ class Difference(NamedTuple):
 
     mean: float
     """Of the logprobs' differences."""
-    largest: float
     positions: int
     margin: float
     """How much likelier the expected token was than the one given, where they first differ; 0 where they never do."""
@@ -46,13 +45,11 @@ def compare_logprobs(expected: Reply, given: Reply) -> Difference:
         tuple(tuple(token for token, _ in row) for row in best), tuple(tuple(n for _, n in row) for row in best), 1.0
     )
     found = compare(wanted, given.tokens, given.top)
-    largest, margin = 0.0, 0.0
-    for row, other, token in zip(best[: found.positions], given.top, given.tokens, strict=False):
-        least = min(other.values(), default=float("-inf"))
-        largest = max([largest, *(abs(other[t] - n) if t in other else max(0.0, n - least) for t, n in row)])
+    margin = 0.0
+    for row, token in zip(best[: found.positions], given.tokens, strict=False):
         if token != row[0][0]:
             margin = row[0][1] - dict(row).get(token, row[-1][1])
-    return Difference(found.difference, largest, found.positions, margin)
+    return Difference(found.difference, found.positions, margin)
 
 
 class Noise(NamedTuple):

@@ -10,19 +10,20 @@ import pytest
 
 from ..errors import CartridgeNotFound
 from ..make.server import Reply
-from ..make.trial.maker import Held, Maker
+from ..make.trial.maker import Held
 from .compare import compare_logprobs
 from .context import Context, Tell, summary, unchecked, used_as, wrong
 
 SEEN_S = 20.0
 """How long a server may take to follow a change, or to notice damage."""
+_WHY = "they are made with it, and the server must follow the registry of --home"
 tier = pytest.mark.tier
 
 
 @tier("7", "register, new version, label, promote, remove")
 def test_lifecycle(context: Context, tell: Tell) -> None:
     """Register, make a new version, label, promote and remove: each is followed without a restart."""
-    maker = _maker(context)
+    maker = context.needs_maker(_WHY)
     registry, name, label = maker.registry, f"{maker.run}-life", f"{maker.run}-label"
     size = maker.chunk + maker.chunk // 8
     first = maker.prefill(name, size)
@@ -80,7 +81,7 @@ def test_restart(context: Context, tell: Tell) -> None:
 @tier("9", "corrupt bytes")
 def test_corrupt(context: Context, tell: Tell) -> None:
     """Flip one bit of a cartridge's payload: its answers stay right or are refused, and it is quarantined."""
-    maker = _maker(context)
+    maker = context.needs_maker(_WHY)
     one = maker.prefill(f"{maker.run}-corrupt", 2 * maker.chunk + 8, add=False)
     assert one.manifest is not None and one.root is not None
     maker.kv(one)  # read while it is sound
@@ -101,7 +102,7 @@ def test_corrupt(context: Context, tell: Tell) -> None:
 @tier("9", "missing bytes")
 def test_missing(context: Context, tell: Tell) -> None:
     """Take a registered cartridge's bytes away: its answers stay right or are refused, others answer on."""
-    maker = _maker(context)
+    maker = context.needs_maker(_WHY)
     one = maker.prefill(f"{maker.run}-missing", 2 * maker.chunk + 9)
     assert one.manifest is not None and one.root is not None
     maker.kv(one)  # read while it is there
@@ -124,12 +125,6 @@ def _never_wrong(context: Context, one: Held, what: str) -> str:
     context.alive(f"a {what} cartridge")
     context.ask(context.held[0], context.some(context.held[0], 1)[0])
     return " and ".join(f"{outcomes.count(each)} x {each}" for each in dict.fromkeys(outcomes))
-
-
-def _maker(context: Context) -> Maker:
-    if context.maker is None:
-        unchecked("needs --model, and a server that follows the registry of --home")
-    return context.maker
 
 
 def _until(ask: Callable[[], Reply], is_so: Callable[[Reply], bool]) -> Reply:

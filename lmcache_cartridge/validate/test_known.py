@@ -23,7 +23,7 @@ def test_canary(context: Context, tell: Tell) -> None:
         if context.maker is not None:
             prompt = [*one.ids, *question]
             beside = compare_logprobs(by_model(context.maker, None, prompt, expected), expected)
-            dense = max(dense, beside.largest)
+            dense = max(dense, beside.mean)
             if not beside.within(bound):
                 wrong(
                     f"the server's own dense answers are not transformers': logprobs differ by {beside.mean:.3g} on "
@@ -43,7 +43,7 @@ def test_canary(context: Context, tell: Tell) -> None:
 @tier("10", "chains")
 def test_chains(context: Context, tell: Tell) -> None:
     """Ask chains of two in both orders, and of one twice: each has the keys of later ones moved to their new positions."""
-    maker = _maker(context, "what follows a chain is known from the model alone")
+    maker = context.needs_maker("what follows a chain is known from the model alone")
     held = context.held
     if len(held) < 3 or not maker.model.fingerprint.rope:
         tell(_refused(context))
@@ -98,7 +98,7 @@ def test_trained(context: Context, tell: Tell) -> None:
 
     The last question is one token, so that it alone is computed: on a GPU vLLM replays such a step as one CUDA graph.
     """
-    maker = _maker(context, "a trained cartridge of known answers is made with the model")
+    maker = context.needs_maker("a trained cartridge of known answers is made with the model")
     one = next((each for each in context.held if each.whole == len(each.ids)), None)
     if one is None:
         unchecked("needs a cartridge of whole chunks")
@@ -110,9 +110,3 @@ def test_trained(context: Context, tell: Tell) -> None:
             wrong(f"{name} was answered from its document's text: {given.header}")
         found.append(context.like(name, given, context.dense(one, question), context.bound(one, question)))
     tell(f"{summary(found)}; {one.whole} positions by identity tokens")
-
-
-def _maker(context: Context, why: str) -> Maker:
-    if context.maker is None:
-        unchecked(f"needs --model: {why}")
-    return context.maker

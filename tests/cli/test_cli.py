@@ -71,43 +71,25 @@ def test_there_are_about_twenty_commands_with_at_most_120_options():
     assert not spelled & {"--server", "--out", "--output-format", "--json"}, "one spelling everywhere"
 
 
-_RUNS = (
-    "config", "list", "show doc", "verify doc", "import again", "label doc doc@1", "remove doc", "serve m --print", "doctor",
-)  # fmt: skip
-"""Commands that need no model, server or bucket, and how to run each; in this order."""
-_ALL = """
-import json, sys
+_EACH = """
+import sys
 from lmcache_cartridge.cli.main import main
-for argv in json.load(sys.stdin):
-    print("\x1e", main(argv), "\x1f", end="", flush=True)
+print([main(argv.split()) for argv in sys.argv[1:]])
 """
 
 
-def test_what_goes_into_a_pipe_is_plain_and_json_where_it_is_asked_for(cli, tmp_path):
+def test_what_goes_into_a_pipe_is_plain(cli, tmp_path):
     """Run as programs do, with a terminal that could do colours but is not there, and variables that ask for none."""
     root = _make(tmp_path)
-    cli.json("import", root)
-    (tmp_path / "again").symlink_to(root)
     environment = os.environ | {"TERM": "xterm-256color", "COLORTERM": "truecolor", HOME_VARIABLE: str(cli.home)}
-    words = [[*command.split(), "--format", form] for form in ("json", "text") for command in _RUNS]
-    words.insert(len(_RUNS), ["import", "again"])
-    ran = subprocess.run(
-        [sys.executable, "-c", _ALL], input=json.dumps(words), env=environment, cwd=tmp_path, capture_output=True,
-        timeout=240, text=True,
-    )  # fmt: skip
+    commands = (f"import {root}", "verify doc", "list", "serve m --print --format json", "fly")
+    ran = subprocess.run([sys.executable, "-c", _EACH, *commands], env=environment, capture_output=True, text=True)
+    assert ran.stdout.endswith("[0, 0, 0, 0, 2]\n"), ran.stderr
     assert "\x1b" not in ran.stdout + ran.stderr
     assert "\r" not in ran.stderr, "progress is shown where nobody watches"
-    found = [part.split("\x1e") for part in ran.stdout.split("\x1f")[:-1]]
-    assert len(found) == len(words), ran.stderr
-    for number, (argv, (out, status)) in enumerate(zip(words, found, strict=True)):
-        assert int(status) in ((0, 1) if argv[0] == "doctor" else (0,)), (argv, ran.stderr)
-        if number < len(_RUNS):
-            json.loads(out)
 
 
-@pytest.mark.parametrize("argv", [
-    "fly", "list --wings", "show", "list --format yaml", "build --document none",
-])  # fmt: skip
+@pytest.mark.parametrize("argv", ["list --wings", "show", "list --format yaml", "build --document none"])
 def test_wrong_usage_ends_with_status_2(cli, argv):
     ran = cli(*argv.split())
     assert ran.status == 2
@@ -119,12 +101,11 @@ def test_a_cartridge_is_registered_labelled_listed_and_described(cli, tmp_path):
     digest = json.loads((root / MANIFEST).read_bytes())["digest"]
     registered = cli.json("import", root)
     assert (registered["name"], registered["promoted"], registered["digest"]) == ("doc@1", True, digest)
-    assert cli.json("label", "stable", "doc") == {"label": "stable", "name": "doc@1"}
-    assert cli("label", "current", "doc").out == "current means doc@1\n"
+    assert cli.json("label", "current", "doc") == {"label": "current", "name": "doc@1"}
     (row,) = cli.json("list")
     assert row == {
         "id": "doc", "version": 1, "current": True, "kind": "prefill", "positions": 40, "bytes": registered["bytes"],
-        "model": None, "registered": row["registered"], "lora": None, "labels": ["current", "stable"],
+        "model": None, "registered": row["registered"], "lora": None, "labels": ["current"],
         "quarantined": False, "digest": digest,
     }  # fmt: skip
     assert datetime.fromisoformat(row["registered"]).utcoffset() == timedelta(0)
@@ -132,7 +113,6 @@ def test_a_cartridge_is_registered_labelled_listed_and_described(cli, tmp_path):
     for name in ("doc", "doc@1", "current"):
         described = cli.json("show", name)
         assert (described["digest"], described["location"]) == (digest, str(root))
-    assert str(root) in cli("show", "doc").out
 
 
 def test_what_is_made_again_unchanged_is_there_already_and_no_new_version(cli, tmp_path):
@@ -219,9 +199,8 @@ def test_a_quarantine_is_shown_and_lifted_by_verify_once_the_cartridge_is_sound(
     "argv, said",
     [
         ("show nobody", "'nobody'; `lmcache-cartridge list`"), ("show x@99999999999999999999", "'x@99999999999999999999'"),
-        ("label current nobody", "'nobody'"), ("label ../x doc", "cannot be a cartridge id"),
-        ("import .", ". is no cartridge yet"), ("import file --model nowhere --id a/b", "cannot be a cartridge id"), ("import nowhere", "nowhere"),
-        ("list --home file", "registry"), ("list --home other", "registry.sqlite: file is not a database"),
+        ("label ../x doc", "cannot be a cartridge id"), ("import .", ". is no cartridge yet"), ("list --home file", "registry"),
+        ("list --home other", "registry.sqlite: file is not a database"),
         ("build --model nowhere --document file --id ../escape", "cannot be a cartridge id"),
     ],
 )  # fmt: skip
@@ -240,11 +219,9 @@ def test_what_cannot_be_is_said_in_one_line(cli, tmp_path, monkeypatch, argv, sa
     "options, said",
     [
         ("", "takes one of --document"), ("--messages x.json --token-ids x.json", "takes one of"),
-        ("--messages x.json --chat system", "--chat needs --document"), ("--document x --chat-template x.json", "need --chat"),
-        ("--document x --chat system --compact 4x", "--compact excludes --chat"),
+        ("--messages x.json --chat system", "--chat needs --document"), ("--document x --chat system --compact 4x", "--compact excludes --chat"),
         ("--document x --url http://x", "--url excludes --model"), ("--document x --accept 0.5", "need --compact"),
-        ("--document x --compact 4x --refine 100", "--refine needs --questions"), ("--document x --compact 4x --canary x", "--canary"),
-        ("--document x --compact 2048", "give fewer"), ("--token-ids none", "does not exist"),
+        ("--document x --compact 2048", "give fewer"),
     ],
 )  # fmt: skip
 def test_options_of_build_that_do_not_go_together_are_refused_before_anything_is_written(
@@ -267,12 +244,9 @@ def test_a_version_with_a_label_is_not_removed(cli, tmp_path):
     cli.json("remove", "doc")
 
 
-@pytest.mark.parametrize("argv", [
-    "publish doc s3://bucket/elsewhere", "export doc --to peft --output out", "evaluate doc --questions q.jsonl --url http://127.0.0.1:1",
-])  # fmt: skip
+@pytest.mark.parametrize("argv", ["publish doc s3://bucket/elsewhere", "export doc --to peft --output out"])
 def test_what_needs_the_files_here_says_how_to_bring_them_from_s3(cli, tmp_path, argv, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("q.jsonl").write_text('{"question": "q", "answer": "a"}\n')
     Registry(cli.home / "registry.sqlite").register(_make(tmp_path), "s3://bucket/doc")
     said = _refused(cli, *argv.split())
     assert "doc@1 lies on S3; `lmcache-cartridge pull s3://bucket/doc` brings it here first" in said

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import re
@@ -43,8 +42,8 @@ def _check(name: str) -> doctor.Check | None:
 
 
 @pytest.mark.parametrize("name, value, told", [
-    ("VLLM_PLUGINS", "other", "has no `cartridges`: vLLM loads nothing of ours"), ("VLLM_PLUGINS", "", "has no `cartridges`"),
-    ("VLLM_PLUGINS", "other,cartridges", None), ("VLLM_USE_RUST_FRONTEND", "1", "no request API"), ("VLLM_USE_RUST_FRONTEND", "0", None),
+    ("VLLM_PLUGINS", "", "has no `cartridges`: vLLM loads nothing of ours"), ("VLLM_PLUGINS", "other,cartridges", None),
+    ("VLLM_USE_RUST_FRONTEND", "1", "no request API"), ("VLLM_USE_RUST_FRONTEND", "0", None),
 ])  # fmt: skip
 def test_what_keeps_vllm_from_loading_ours_is_a_failure(monkeypatch, name, value, told):
     monkeypatch.setenv(name, value)
@@ -111,13 +110,12 @@ def asked(home):
 
 
 TRAIN = "train --model m --document {0} --id a --compress 4x --questions {0}"
-COMMANDS = (
-    "build --model m --document {0} --id a", "import {0} --model m --id a", "demo",
-    "evaluate a --questions {0} --model m", TRAIN,
-)  # fmt: skip
 
 
-@pytest.mark.parametrize("command, missing", [*itertools.product(COMMANDS, ("torch", "transformers")), (TRAIN, "peft")])
+@pytest.mark.parametrize("command, missing", [
+    ("build --model m --document {0} --id a", "torch"), ("import {0} --model m --id a", "torch"), ("demo", "transformers"),
+    ("evaluate a --questions {0} --model m", "transformers"), (TRAIN, "peft"),
+])  # fmt: skip
 def test_a_library_that_lacks_is_one_line_and_what_to_install(command, missing, asked, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, missing, None)
     assert main(command.format(asked).split()) == 1
@@ -151,7 +149,7 @@ def test_the_wheel_of_a_source_archive_has_all_of_it(tmp_path):
     assert found == expected | {f"lmcache_cartridge/{path}" for path in files}
 
     environment = os.environ | {"PYTHONPATH": str(tmp_path / "installed"), HOME_VARIABLE: str(tmp_path / "home")}
-    commands = ("config", "config lmcache.yaml", "config envoy/affinity.lua", "--help", "list", "doctor")
+    commands = ("config", "config envoy/affinity.lua", "list", "doctor")
     ran = subprocess.run(
         [sys.executable, "-c", _EACH, *commands], cwd=tmp_path, env=environment, capture_output=True, text=True
     )
@@ -159,9 +157,8 @@ def test_the_wheel_of_a_source_archive_has_all_of_it(tmp_path):
     assert where.startswith(str(tmp_path / "installed")), "the control: it was the wheel"
     said = dict(zip(commands, printed, strict=True))
     assert said["config"].split() == sorted(path.relative_to("configs").as_posix() for path in files)
-    for name in ("envoy/affinity.lua", "lmcache.yaml"):
-        assert said[f"config {name}"] == (CONFIGS / name).read_text()
-    assert "Usage: " in said["--help"] and "no cartridges yet" in said["list"] and "registry" in said["doctor"]
+    assert said["config envoy/affinity.lua"] == (CONFIGS / "envoy" / "affinity.lua").read_text()
+    assert "no cartridges yet" in said["list"] and "registry" in said["doctor"]
 
 
 _EACH = """
