@@ -329,4 +329,4 @@ def export(
 
     with bars() as progress:
         manifest = export(root, to, output, progress=progress)
-    show({"name": manifest.name, "format": to, "output": str(output)}, f"{manifest.name} as {to} in {output}")
+    show({"name": manifest.name, "format": to, "output": str(output)})

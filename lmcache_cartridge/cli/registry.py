@@ -23,6 +23,7 @@ from .options import (
     registry_of,
     root_of,
     settings_of,
+    tell,
     valid_id,
 )
 from .show import bars, show, table
@@ -133,12 +134,10 @@ def remove(
     )
     with opened(library) as registry:
         removed = registry.remove(name)
-    name, location = removed.name, removed.location
-    deleted = delete_files and Path(location).is_relative_to(ours)
+    deleted = delete_files and Path(removed.location).is_relative_to(ours)
     if deleted:
-        shutil.rmtree(location)
-    stay = "" if deleted else f"; its files stay at {location}"
-    show({"name": name, "location": location, "files_deleted": deleted}, f"removed {name}{stay}")
+        shutil.rmtree(removed.location)
+    show({"name": removed.name, "location": removed.location, "files_deleted": deleted})
 
 
 @command("verify handbook")
@@ -161,7 +160,7 @@ def verify(name: Annotated[list[str], Argument(help=NAMED)], library: Library = 
             else:
                 quarantine.lift(location.digest, location.location)
             results.append({"name": location.name, "sound": problem is None, "problem": problem})
-    show(results, "\n".join(f"{r['name']}: {'sound' if r['sound'] else r['problem']}" for r in results))
+    show(results, table(results))
     return int(not all(r["sound"] for r in results))
 
 
@@ -209,21 +208,17 @@ def publish(
         )
         where = published.registry.find(manifest.name).location
         promoted = manifest.name in published.registry.current([manifest.id])
-    result = {"name": manifest.name, "promoted": promoted, "digest": manifest.digest, "location": where, "label": label}
-    show(result, f"published {row.name} as {manifest.name} at {where}")
+    show({"name": manifest.name, "promoted": promoted, "digest": manifest.digest, "location": where, "label": label})
 
 
 def _push(name: str, location: str) -> None:
     from ..sources import s3, transfer
 
     s3.parse(location)
-    row = registry_of().find(name)
-    root = row.local_root()
+    root = registry_of().find(name).local_root()
     with _transfer() as (source, shown):
         done = transfer.push(root, location, source, progress=shown)
-    result = {"name": done.manifest.name, "digest": done.manifest.digest, "location": location, "pushed": done.changed}
-    before = f"the content of {row.name} is there already, as {done.manifest.name}:"
-    show(result, f"{f'published {row.name} at' if done.changed else before} {location}")
+    show({"name": done.manifest.name, "digest": done.manifest.digest, "location": location, "pushed": done.changed})
 
 
 @command("pull s3://cartridges/handbook/1")
@@ -239,12 +234,7 @@ def pull(
     registry, directory = registry_of(), settings_of().cartridges_dir
     with _transfer() as (source, shown):
         done = transfer.pull(location, source, registry, directory, progress=shown, name=id, promote=not no_promote)
-    result = {
-        "name": done.manifest.name, "digest": done.manifest.digest, "path": str(done.root), "pulled": done.changed,
-        "promoted": done.manifest.name in registry.current([done.manifest.id]),
-    }  # fmt: skip
-    text = f"pulled {done.manifest.name}" if done.changed else f"{done.manifest.name} is here already"
-    show(result, f"{text}: {done.root}")
+    tell(registry, done.manifest, path=str(done.root), pulled=done.changed)
 
 
 @contextmanager
