@@ -44,7 +44,7 @@ from .options import (
     tell,
     valid_id,
 )
-from .show import bars, say, show, warn, working
+from .show import bars, say, show, warn
 
 if TYPE_CHECKING:
     from ..artifact.manifest import Manifest
@@ -293,12 +293,11 @@ def import_(
         raise CartridgeError(
             f"{path} is no cartridge yet, which has a manifest.json; to make one give --id and --model"
         )
-    with working("read the checkpoint"):
-        from ..make.foreign.convert import import_
-        from ..make.foreign.recognise import locate, recognise
+    from ..make.foreign.convert import import_
+    from ..make.foreign.recognise import locate, recognise
 
-        found = locate(path)
-        foreign = recognise(found, drop_frozen=drop_frozen)
+    found = locate(path)
+    foreign = recognise(found, drop_frozen=drop_frozen)
     foreign = foreign._replace(name=None if found == Path(path) else path)
     loaded = load_model(
         model, weights=not no_compare, dtype=dtype, device="auto", lora=lora, max_model_len=max_model_len

@@ -17,7 +17,7 @@ from typer import Argument, BadParameter, Exit, Option, Typer
 
 from ..artifact.location import is_remote
 from ..errors import CartridgeError, SettingsError
-from .show import FORM, say, show, working
+from .show import FORM, say, show
 
 if TYPE_CHECKING:
     from ..artifact.manifest import Manifest
@@ -313,10 +313,9 @@ def load_model(model: str, made: Fingerprint | None = None, *, weights: bool = T
 
     Without `weights` it is what its config tells, which computes nothing.
     """
-    with working("load the model"):
-        if made is not None:
-            options |= {"dtype": made.dtype, "max_model_len": made.max_model_len}
-        options = {name: value for name, value in options.items() if value is not None}
-        from ..make.model import CausalModel
+    if made is not None:
+        options |= {"dtype": made.dtype, "max_model_len": made.max_model_len}
+    options = {name: value for name, value in options.items() if value is not None}
+    from ..make.model import CausalModel
 
-        return CausalModel(model, weights=weights, **options)
+    return CausalModel(model, weights=weights, **options)

@@ -14,7 +14,7 @@ from typer import Argument, Context, Typer
 
 from ..errors import CartridgeError, SettingsError
 from .options import ChunkSize, Library, app, assignment, command, home, option, settings_of
-from .show import is_json, say, show, working
+from .show import is_json, say, show
 
 if TYPE_CHECKING:
     from ..serve.arguments import Arguments
@@ -153,10 +153,9 @@ def demo() -> int:
 @command("doctor")
 def doctor() -> int:
     """Check versions, hashing, layout and plugin. Says how to fix what is wrong."""
-    with working("look at the engine"):
-        from .doctor import diagnose
+    from .doctor import diagnose
 
-        checks = diagnose(settings_of())
+    checks = diagnose(settings_of())
     lines = [f"{c.status:4}  {c.name}: {c.finding}" + (f"\n      fix: {c.fix}" if c.fix else "") for c in checks]
     show([c._asdict() for c in checks], "\n".join(lines))
     return int(any(c.status == "FAIL" for c in checks))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -109,15 +108,3 @@ def bars(**options: Any) -> Bars:
     from ..make.progress import Bars
 
     return Bars(partial(bar, **options))
-
-
-@contextmanager
-def working(label: str) -> Iterator[None]:
-    """Show on a terminal that something goes on whose length is not known."""
-    if is_json() or not sys.stderr.isatty():
-        yield
-        return
-    from rich.console import Console
-
-    with Console(stderr=True).status(f"{label} ..."):
-        yield

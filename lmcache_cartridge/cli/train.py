@@ -41,7 +41,7 @@ from .options import (
     stored,
     tell,
 )
-from .show import bar, bars, say, show, table, working
+from .show import bar, bars, say, show, table
 
 if TYPE_CHECKING:
     from ..make.ask import Asker
@@ -106,13 +106,12 @@ def train(
     check(locals(), "--writer-url needs --self-study; say how many")
     values = locals() | _recipe(set)
     values["compress"], values["positions"] = length(compress)
-    with working("load torch"):
-        from msgspec import to_builtins
+    from msgspec import to_builtins
 
-        from ..make.gate import ACCEPT
-        from ..make.train.job import Task
-        from ..make.train.job import train as run
-        from ..make.train.trainer import Recipe
+    from ..make.gate import ACCEPT
+    from ..make.train.job import Task
+    from ..make.train.job import train as run
+    from ..make.train.trainer import Recipe
 
     values |= {"chunk_tokens": chunk_size, "form": values.get("ask_as"), "writer_model": os.environ.get("WRITER_MODEL")}
     recipe = Recipe(**{name: values[name] for name in Recipe.__slots__ if name in values})
