@@ -138,9 +138,9 @@ def build(
         elif from_ is not None:
             from ..make.write import compress
 
-            before, source = stored(from_)
+            _, source = stored(from_)
             del made["encoding"]
-            manifest, more = compress(source, root, **made), {"bytes_before": before.payload_bytes}
+            manifest, more = compress(source, root, **made), {}
         else:
             manifest, more = _prefill(root, locals())
     finish(registry, manifest, root, promote=not no_promote, **more)
@@ -203,11 +203,10 @@ def _prefill(root: Path, given: dict[str, Any]) -> tuple[Manifest, dict[str, Any
             "injects none of them and computes the document each time; serve it with a smaller --chunk-size"
         )
     warn(warnings)
-    found, asked = manifest.provenance.canary, manifest.canary
+    found = manifest.provenance.canary
     return manifest, {
         "canary_top1_equal": found and found.top1_equal,
-        "canary_max_abs_logit_difference": found and found.max_abs_logit_difference,
-        "canary_sensitivity": asked and asked.sensitivity, "warnings": warnings,
+        "canary_max_abs_logit_difference": found and found.max_abs_logit_difference, "warnings": warnings,
     }  # fmt: skip
 
 
@@ -233,13 +232,9 @@ def _compact(root: Path, given: dict[str, Any]) -> tuple[Manifest, dict[str, Any
 
     make = build_compact if before is None else compact_cartridge
     manifest = make(loaded, source, root, wanted, chunk_tokens=chunk, say=say, **given["made"])
-    about, tokens = manifest.provenance.compaction, manifest.document
-    assert about is not None and tokens is not None, "compaction writes both"
-    return manifest, {
-        "compression": round(tokens.count / manifest.positions, 2), "queries": about.queries,
-        "query_tokens": about.query_tokens, "refine": about.refine, "measured": msgspec.to_builtins(about.measured),
-        "seconds": about.seconds,
-    }  # fmt: skip
+    about = manifest.provenance.compaction
+    assert about is not None, "compaction writes it"
+    return manifest, {"measured": msgspec.to_builtins(about.measured)}
 
 
 def _arguments(text: str) -> dict[str, Any]:
@@ -309,11 +304,13 @@ def import_(
             rounding=round, encoding=payload, compare=not no_compare, progress=progress,
         )  # fmt: skip
     warn(imported.warnings)
-    finish(
-        registry, imported.manifest, root, promote=not no_promote, source_format=imported.form,
-        kind=imported.manifest.kind, evidence=imported.evidence, dtype=imported.dtype,
-        warnings=list(imported.warnings),
-    )  # fmt: skip
+    told = {
+        "kind": imported.manifest.kind,
+        "evidence": imported.evidence,
+        "dtype": imported.dtype,
+        "warnings": list(imported.warnings),
+    }
+    finish(registry, imported.manifest, root, promote=not no_promote, **told)
 
 
 @command("export handbook --to peft --output ./adapter")

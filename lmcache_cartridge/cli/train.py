@@ -125,14 +125,8 @@ def train(
         Task(**task), settings, restart=restart, accept=ACCEPT if accept is None else accept, promote=not no_promote,
         say=say, bar=bar,
     )  # fmt: skip
-    training = manifest.provenance.training
-    assert training is not None and manifest.document is not None, "train wrote them"
-    tell(
-        registry_of(), manifest, compression=round(manifest.document.count / manifest.positions, 2),
-        **to_builtins(training),
-        ended="all --steps are done" if training.steps == steps else "validation questions got no better",
-        losses=str(settings.home / "training" / manifest.id / str(manifest.version) / "loss.jsonl"),
-    )  # fmt: skip
+    losses = settings.home / "training" / manifest.id / str(manifest.version) / "loss.jsonl"
+    tell(registry_of(), manifest, **to_builtins(manifest.provenance.training), losses=str(losses))
     return None
 
 
