@@ -80,10 +80,8 @@ def broken(served, request):
 
 
 def test_the_sound_server_passes(served):
-    rows, _ = served.validate("a,b,c", "0,2,3cross,4,5,8")
-    assert [row["tier"] for row in rows if row["result"] == "pass"] == ["noise", "0", "2", "3cross", "4", "5", "8"], (
-        rows
-    )
+    rows, _ = served.validate("a,b,c", "0,2,3cross,4,5")
+    assert [row["tier"] for row in rows if row["result"] == "pass"] == ["noise", "0", "2", "3cross", "4", "5"], rows
 
 
 @pytest.mark.parametrize(
