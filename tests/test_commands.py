@@ -201,7 +201,9 @@ def author(tmp_path_factory, moto_server):
 def shell(author):
     """Before a server that is what `SERVE` would become, but for its port and that it compiles no model."""
     launches: list[Launch] = []
-    assert author.type(BUILD).returncode == 0
+    for more, version in (("", 1), (" ", 1), (" --canary 'Who is on call?'", 2)):
+        done = author.type(BUILD + more)
+        assert f"handbook@{version}" in done.stdout, done.stderr
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Launch, "become", lambda launch: launches.append(launch))
         done = author.type(SERVE)
