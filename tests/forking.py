@@ -190,7 +190,8 @@ def main() -> None:
     platform.register_triton_kernel_overrides()  # it looks at every module, so once, and before there are more
     type(platform).register_triton_kernel_overrides = classmethod(lambda _: None)
     for name in PRELOADED_LAST:
-        importlib.import_module(name)
+        with suppress(ModuleNotFoundError):  # which LMCache 0.5.7 has moved
+            importlib.import_module(name)
     _compile()
     importlib.import_module("vllm.distributed.device_communicators.shm_broadcast").SpinCondition.record_read = _read
     for final in weakref.finalize._registry:  # torch's own, which take longer at exit than the memory is worth
