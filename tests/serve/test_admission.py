@@ -117,6 +117,17 @@ def test_a_fifo_in_the_place_of_a_file_is_not_read_and_keeps_nobody_waiting(serv
     assert "doc@1" in store.refused()
 
 
+def test_the_version_before_one_without_its_payload_answers(serve, home):
+    admission = serve()
+    for version in (1, 2):
+        root = home.path / str(version)
+        make_artifact(root, version=version, kind="trained", positions=CHUNK, seed=version)
+        home.registry.register(root)
+    (root / PAYLOAD).unlink()
+    assert _run(_admit(admission, "doc")) == ("doc@1", True)
+    assert _run(_status(admission, "doc@2")) == 422
+
+
 class _Hanging:
     """Artefacts whose manifests are read once `go_on` is set: on a mount that hangs until then."""
 

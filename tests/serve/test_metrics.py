@@ -116,6 +116,14 @@ def test_requests_are_counted_once_by_how_they_end():
     assert counted() == {"used": 2, "document": 1, "refused_404": 1, "failed": 1, "abandoned": 1}
 
 
+def test_a_wait_is_measured_whatever_comes_of_it():
+    requests = RequestMetrics(registry := CollectorRegistry())
+    with pytest.raises(KeyError), requests.wait():
+        raise KeyError
+    told = generate_latest(registry).decode()
+    assert _values(told, "waiting_requests", "request_wait_seconds_count") == [0, 1]
+
+
 # Grafana.
 
 
