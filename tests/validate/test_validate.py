@@ -249,7 +249,8 @@ class Life:
         """Have none: nothing rounds here."""
 
     def label(self, label: str, name: str) -> None:
-        self.labels[label] = self.stub.current[label] = name
+        if label not in self.labels or self.broken != "does not move labels":
+            self.labels[label] = self.stub.current[label] = name
 
     def unlabel(self, label: str) -> None:
         if label not in self.labels:
@@ -275,6 +276,7 @@ class Life:
         ("unwell", "", "missing bytes", "the server is not healthy after a missing cartridge"),
         ("", "", "7", "10 changes followed"),
         ("", "stays with the old version", "7", "life-life should mean life-life@2 by now; it was answered 200"),
+        ("", "does not move labels", "7", "life-label should mean life-life@2 by now"),
         ("", "serves what was removed", "7", "life-life@2 was removed, and a request for it is answered 200"),
     ],
 )
