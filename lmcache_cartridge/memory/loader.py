@@ -50,14 +50,6 @@ class SourceStats(NamedTuple):
     """Copies, in the disk tier or just fetched, that were not what their manifest says."""
 
 
-class Share(NamedTuple):
-    """Where a stored chunk, or some of it, belongs in an engine chunk."""
-
-    segment: Segment
-    start: int
-    """First position of the engine chunk in its prompt."""
-
-
 class ChunkLoader:
     """Loads chunks of `shape.tokens` positions and the heads of one rank, out of the stored chunks that they overlap.
 
@@ -99,7 +91,10 @@ class ChunkLoader:
         return SourceStats(*(self._counts[name] for name in SourceStats._fields))
 
     def pieces(self, segments: Sequence[Segment], chunk: int) -> list[Piece]:
-        """Return the stored chunks that an engine chunk of some cartridges in a row overlaps. Raises `CartridgeError`."""
+        """Return the stored chunks that an engine chunk of some cartridges in a row overlaps. Raises `CartridgeError`.
+
+        `Piece.where` is the segment that one is of, and the first position of the engine chunk in its prompt.
+        """
         found, tokens = [], self.shape.tokens
         start, end = chunk * tokens, (chunk + 1) * tokens
         for segment in segments:
@@ -113,7 +108,7 @@ class ChunkLoader:
             )
             if first < last:
                 for stored in range(first // stored_tokens, -(-last // stored_tokens)):
-                    where = None if is_as_served else Share(segment, start)
+                    where = None if is_as_served else (segment, start)
                     found.append(Piece(ChunkKey(manifest.digest, stored), where))
         return found
 
