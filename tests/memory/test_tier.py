@@ -211,6 +211,7 @@ class _Machine(RuleBasedStateMachine):
     def evict(self, digest: str) -> None:
         idle = {k for k in _keys(digest, 5) if self.tier.resident([k])} - self._relied_on()
         assert self.tier.evict(digest) == len(idle)
+        assert not any(self.tier.resident([key]) for key in idle)
 
     @rule(seconds=st.sampled_from([1, 60, 150]))
     def pass_time(self, seconds: int) -> None:
