@@ -39,7 +39,7 @@ class Patched(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     ttl: float | None = None
     """Seconds from now."""
-    labels: list[str] | None = Field(None, max_length=16)
+    labels: list[str] | None = Field(default=None, max_length=16)
 
 
 class Posted(Patched):

@@ -41,7 +41,7 @@ logger = init_logger("vllm.lmcache_cartridge.serve.making")
 _MOST = 32
 """Contexts that are made, one after the other, or wait for it."""
 _ANSWER_S, _LEASE_S = 5.0, 15.0
-"""How long whoever posts a context waits for it, and after what time one is removed whose maker was killed."""
+"""How long whoever posts a context waits for it, and its trial for memory; after what time one is removed whose maker was killed."""
 _SPARE = 1.2
 """By how much longer marks keep what is published, so that an index is not written for each request."""
 _PROGRESS = "UPDATE contexts SET expires_at = ?, done = min(?, tokens) WHERE id = ? AND digest = ''"
@@ -122,9 +122,8 @@ class Maker:
             requests().count("contexts", "refused")
             raise
         if is_new:
-            holds = self._admission.drain.enter()  # a server that is to stop waits for it as for a request
             self._making[context.id] = task = _started(self._make(context, prefix, posted))
-            if holds:
+            if self._admission.drain.enter():  # a server that is to stop waits for it as for a request
                 task.add_done_callback(lambda ended: self._admission.drain.leave())
         return context, is_new
 
@@ -136,7 +135,7 @@ class Maker:
         for tokens, ttl_s in marks:
             with suppress(Refusal, CartridgeError):
                 most_s = self._settings.contexts_ttl_s
-                posted = Posted(ttl=min(ttl_s * (_SPARE if self._library else 1), most_s), labels=None)
+                posted = Posted(ttl=min(ttl_s * (_SPARE if self._library else 1), most_s))
                 context, is_new = await self._begun(
                     prefix._replace(ids=prefix.ids[: min(tokens, self._longest)]), posted, tenant
                 )
@@ -193,8 +192,8 @@ class Maker:
         size, settings = len(ids) * self._model.token_bytes, self._settings
         new = Context(name or CONTEXT + uuid.uuid4().hex[:20], tenant, key, now, now + _LEASE_S, len(ids), size)
         room = settings.contexts_count, size, settings.contexts_bytes
-        is_free = f"NOT EXISTS (SELECT 1 FROM contexts WHERE key = ? OR id = ?) AND {_ROOM}"
-        added = f"INSERT INTO contexts SELECT {', '.join('?' * len(new))} WHERE {is_free} RETURNING 1"
+        added = f"""INSERT INTO contexts SELECT {", ".join("?" * len(new))}
+        WHERE NOT EXISTS (SELECT 1 FROM contexts WHERE key = ? OR id = ?) AND {_ROOM} RETURNING 1"""
         if self._run(added, *new, key, new.id, *room):
             return new, True
         if self._run(f"SELECT 1 WHERE {_ROOM}", *room):  # another began to make it, or to remove it, meanwhile
@@ -211,8 +210,6 @@ class Maker:
         Raises `Refusal` where a label points at something else, and where it is being removed.
         """
         name = f"{context.id}@1"
-        if patched.ttl is not None:
-            context = context._replace(expires_at=time.time() + patched.ttl)
         if patched.labels is not None:
             known, wanted = self._registry.labels(), set(patched.labels)
             for label in wanted:
@@ -224,10 +221,13 @@ class Maker:
                 if known[label] == name and not label.startswith(STATE):
                     with suppress(CartridgeNotFound):  # another server was first
                         self._registry.unlabel(label)
-        if patched.ttl is not None and self._library:
+        if patched.ttl is None:
+            return context
+        context = context._replace(expires_at=time.time() + patched.ttl)
+        if self._library:
             self._registry.label(context.label, name, instead=STATE)
         kept = "UPDATE contexts SET expires_at = ? WHERE id = ? AND expires_at > 0 RETURNING 1"
-        if patched.ttl is not None and not self._run(kept, context.expires_at, context.id):
+        if not self._run(kept, context.expires_at, context.id):
             raise Refusal(503, f"{context.id} is being removed", retry_after_s=1)
         return context
 
@@ -276,19 +276,20 @@ class Maker:
 
     async def _written(self, context: Context, prefix: Prefix) -> Context:
         """Have the engine compute a prefix, write what it has, and try that. Raises `CartridgeError` and `Refusal`."""
-        name, root, engine, ids = uuid.uuid4().hex, self.root(context), self._engine, prefix.ids
+        name, root, ids = uuid.uuid4().hex, self.root(context), prefix.ids
         adapter = prefix.adapter and prefix.adapter.request
         model = msgspec.structs.replace(self._model, lora=prefix.lora)
         with ArtifactWriter(
             root, cartridge_id=context.id, version=1, kind="prefill", fingerprint=model, token_ids=np.array(ids),
             chunk_tokens=self.chunk, chat=prefix.chat,
         ) as writer:  # fmt: skip
-            async for raw in kv_of(engine, self._admission.client, ids, name, model, self.chunk, adapter):
+            async for raw in kv_of(self._engine, self._admission.client, ids, name, model, self.chunk, adapter):
                 await asyncio.to_thread(writer.write, raw)
                 self._done[context.id] += self.chunk
-            about = Provenance("POST /v1/cartridges", time.strftime("%FT%TZ", time.gmtime()))
-            served = await canary(engine, ids, name, model.dtype, adapter)
-            manifest = await asyncio.to_thread(writer.commit, about, served)
+            served = await canary(self._engine, ids, name, model.dtype, adapter)
+            manifest = await asyncio.to_thread(
+                writer.commit, Provenance("POST /v1/cartridges", time.strftime("%FT%TZ", time.gmtime())), served
+            )
         # What lay here before may have had the same content, and wrong bytes.
         Quarantine(self._settings.quarantine_dir).drop(manifest.digest, str(root.resolve()))
         if self._library is None:
@@ -296,8 +297,11 @@ class Maker:
             # Workers may know of this KV, and look for it where another context of the text was until lately.
             await self._admission.client.ask("refresh")
         selection = Selection((manifest,), ((str(root), str(root)),), tuple(ids), tuple(ids), adapter=adapter)
-        if (refusal := await self._admission.canaries.check(selection)) is not None:
-            raise refusal
+        until = time.monotonic() + _ANSWER_S
+        while refusal := await self._admission.canaries.check(selection):
+            if refusal.retry_after_s is None or time.monotonic() > until:
+                raise refusal
+            await asyncio.sleep(0.2)  # requests may have all the memory at the moment
         return context._replace(digest=manifest.digest, bytes=manifest.payload_bytes, done=len(ids))
 
     def tidy(self) -> None:

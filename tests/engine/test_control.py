@@ -183,8 +183,8 @@ def test_a_claim_that_nobody_refers_to_or_that_is_released_while_it_is_asked_for
         claim.release()
         with suppress(CartridgeError):
             answer.result(20)
-    until(lambda: store.status()["claims"] == 0)
-    assert store.cpu.stats().held == 0
+    # The last one may reach the store later than its client let go of it.
+    until(lambda: store.status()["claims"] == store.cpu.stats().held == 0)
 
 
 def test_no_other_user_can_open_the_socket(server):

@@ -173,6 +173,18 @@ def test_what_is_posted_again_while_it_is_made_is_kept_as_was_said_last(settings
     assert Registry(settings.registry_path).labels() == {"two": f"{last.id}@1"}
 
 
+def test_a_trial_that_finds_no_memory_is_held_again_and_one_that_fails_is_not(settings, computing):
+    def made(*told: Refusal | None) -> Context:
+        maker = computing(AsyncMock(), AsyncMock())
+        trials = iter(told)
+        maker._admission.canaries.check.side_effect = lambda _: next(trials)
+        return asyncio.run(maker.post(Prefix([len(told)] * 16), Posted(), ""))
+
+    assert made(Refusal(503, "it is not in memory", retry_after_s=2), None).digest
+    with pytest.raises(Refusal, match="set aside"):
+        made(Refusal(422, "it is set aside"))
+
+
 def test_what_another_removed_while_it_was_made_is_nowhere(settings, computing):
     async def refresh(*_: Any) -> None:
         maker.table.run("DELETE FROM contexts")
