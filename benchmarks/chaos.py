@@ -24,7 +24,7 @@ import uuid
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,6 +37,7 @@ from faulty_proxy import FaultyProxy, sound
 from making import make_artifact
 from recall.ward import Fact, ask, write_document
 from s3 import MotoServer
+from waiting import until
 from wards import MODEL, patients, prefill, sure
 
 from lmcache_cartridge.artifact.identity import Identity
@@ -187,10 +188,7 @@ class Client:
         else:
             body |= {"prompt": text, "cartridges": [name]}
         try:
-            with http.stream(
-                "POST", f"{world.url}/v1/completions", json=body, timeout=0.05 if leaves else 120
-            ) as reply:
-                reply.read()
+            reply = http.post(f"{world.url}/v1/completions", json=body, timeout=0.05 if leaves else 120)
         except httpx.TimeoutException:
             if leaves:
                 return LEFT
@@ -255,10 +253,7 @@ class Supervisor:
 
     def _kill(self, process: psutil.Process) -> None:
         process.kill()
-        deadline = time.monotonic() + 120
-        while self._server.poll() is None:
-            assert time.monotonic() < deadline, "the server outlives its engine"
-            time.sleep(0.1)
+        until(lambda: self._server.poll() is not None)  # else the server outlives its engine
         self._stack.close()
         self.start()
 
@@ -268,29 +263,20 @@ class Supervisor:
 
 
 @contextmanager
-def answering(world: World, how: Callable[[], Any]) -> Iterator[None]:
-    """Have something done before each answer of the bucket."""
+def answering(world: World, how: Callable[[threading.Event], Any]) -> Iterator[None]:
+    """Have something done before each answer of the bucket, which gets an event that is set at the end."""
+    over = threading.Event()
 
     def fault(handler: Any, answer: Any) -> None:
-        how()
+        how(over)
         sound(handler, answer)
 
     world.proxy.always = fault
     try:
         yield
     finally:
+        over.set()
         world.proxy.always = None
-
-
-@contextmanager
-def hung_bucket(world: World) -> Iterator[None]:
-    """Have no answer of the bucket come before the end."""
-    over = threading.Event()
-    with answering(world, over.wait):
-        try:
-            yield
-        finally:
-            over.set()
 
 
 @contextmanager
@@ -353,26 +339,22 @@ def measure(scratch: Path, mode: Any, clients: int, phase_s: float, within_s: fl
         supervisor = Supervisor(world, launch)
         stack.callback(supervisor.close)
         phases: dict[str, Callable[[], Any]] = {
-            QUIET: ExitStack,
-            "a slow bucket": lambda: answering(world, lambda: time.sleep(1)),
-            "a bucket that hangs": lambda: hung_bucket(world),
+            QUIET: nullcontext,
+            "a slow bucket": lambda: answering(world, lambda over: over.wait(1)),
+            "a bucket that hangs": lambda: answering(world, threading.Event.wait),
             "a directory that hangs": lambda: hung_directory(world),
             "a full disk": lambda: full_disk(supervisor),
+            "the engine's core killed": supervisor.kill_core,
         }
-        killed = {"the engine's core killed": supervisor.kill_core}
         if mode == "multiprocess":
-            killed["LMCache's server killed"] = supervisor.kill_lmcache
+            phases["LMCache's server killed"] = supervisor.kill_lmcache
         with ThreadPoolExecutor(clients + 1) as pool:
             running = [pool.submit(moving, world), *(pool.submit(Client(world, n).run) for n in range(clients))]
             try:
                 for world.phase, fault in phases.items():
                     report.say(f"{time.strftime('%X')} {mode}: {world.phase}")
-                    with fault():
+                    with fault() or nullcontext():
                         time.sleep(phase_s)
-                for world.phase, kill in killed.items():
-                    report.say(f"{time.strftime('%X')} {mode}: {world.phase}")
-                    kill()
-                    time.sleep(phase_s)
             finally:
                 world.over.set()
             for each in running:

@@ -10,7 +10,6 @@ once for one cartridge that is in no memory, LMCache's copies gone too, every cl
 from __future__ import annotations
 
 import random
-import re
 import tempfile
 import threading
 import time
@@ -22,18 +21,18 @@ from typing import Any
 import pytest
 import report  # first: it makes the tests' helpers importable
 from faulty_proxy import FaultyProxy, sound
-from recall.ward import ask, write_document
+from recall.ward import ask
 from s3 import S3Server
+from serving import serving
 from wards import MODEL, Asker, Ward, patients, register, save, write_ward
 
 from lmcache_cartridge.cli.main import main as command
 from lmcache_cartridge.make.model import CausalModel
-from lmcache_cartridge.serve.launch import plan
-from lmcache_cartridge.serve.processes import SMALL, ServerProcess
 from lmcache_cartridge.settings import from_mapping
 
 CHUNK, POSITIONS, CLIENTS = 64, 1024, 2
 AT_ONCE = 17
+ARGS = ["--max-model-len", "2304", "--kv-cache-memory-bytes", str(64 << 20)]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -72,20 +71,17 @@ def measure(scratch: Path, environment: pytest.MonkeyPatch, requests: int, slow_
             server.client.create_bucket(Bucket="bench")
             facts = {}
             for i, name in enumerate(("hot", "cold")):
-                document = write_document(random.Random(name), POSITIONS, patients(i, 2))
-                facts[name] = document.facts
-                ids = model.encode(document.text, special=True)[:POSITIONS]
+                ward = write_ward(model, patients(i, 2), name, tokens=POSITIONS, positions=POSITIONS)
+                facts[name] = ward.facts
                 kind = "trained" if name == "cold" else "prefill"
-                save(model, scratch / name, ids, name=name, kind=kind, chunk_tokens=CHUNK)
+                save(model, scratch / name, ward.ids, name=name, kind=kind, chunk_tokens=CHUNK)
                 for path in (scratch / name).iterdir():
                     server.client.upload_file(str(path), "bench", f"{name}/{path.name}")
                 command(["import", f"s3://bench/{name}", "--home", str(scratch / "home")])
             settings = from_mapping(
                 {"home": scratch / "home", "cpu_bytes": 64 << 20, "admin": True, "disk_bytes": 0, "ready_timeout_s": 60}
             )
-            args = ["--max-model-len", "2304", "--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20)]
-            launch = plan(MODEL, settings, chunk_tokens=CHUNK, on_load_failure="fail", vllm_args=args)
-            with ServerProcess(launch, scratch / "log", environment=SMALL) as vllm, Asker(vllm.url) as asker:
+            with serving(settings, scratch / "log", MODEL, *ARGS, chunk_tokens=CHUNK, on_load_failure="fail") as asker:
                 return _phases(asker, proxy, slow, fetching, facts, requests)
     finally:
         server.kill()
@@ -123,17 +119,14 @@ def _phases(
 
 def for_one(scratch: Path, mode: Any, rounds: int) -> list[report.Figure]:
     """Return what requests for one cold cartridge at once cost: bytes read, and who was computed after all."""
-    model, chunk = CausalModel(MODEL), 64
+    model = CausalModel(MODEL)
     settings = from_mapping({"home": scratch / "home", "cpu_bytes": 64 << 20, "admin": True, "ready_timeout_s": 120})
     ward = write_ward(model, patients(0, 2), "ward", tokens=POSITIONS)
-    manifest = register(model, settings, ward.ids[:POSITIONS], name="ward", chunk_tokens=chunk)
+    manifest = register(model, settings, ward.ids[:POSITIONS], name="ward", chunk_tokens=CHUNK)
     size_bytes = manifest.payload_bytes - manifest.stored.data_offset_bytes
-    args = ["--max-model-len", "2304", "--enforce-eager", "--kv-cache-memory-bytes", str(256 << 20)]
-    args += ["--block-size", "32"] if mode == "multiprocess" else []
-    launch = plan(MODEL, settings, chunk_tokens=chunk, mode=mode, vllm_args=args)
+    args = ["--kv-cache-memory-bytes", str(256 << 20), *(["--block-size", "32"] if mode == "multiprocess" else [])]
     with (
-        ServerProcess(launch, scratch / "log", environment=SMALL) as vllm,
-        Asker(vllm.url) as asker,
+        serving(settings, scratch / "log", MODEL, *ARGS, *args, chunk_tokens=CHUNK, mode=mode) as asker,
         ThreadPoolExecutor(AT_ONCE) as clients,
     ):
         asker.complete("Q", "ward")  # its canary
@@ -172,10 +165,9 @@ def _at_once(asker: Asker, clients: ThreadPoolExecutor, ward: Ward, count: int) 
 def _read_bytes(asker: Asker) -> float:
     """Return how many bytes the workers have read from sources."""
     time.sleep(2.5)  # the server asks its workers once a second at most
-    pattern = r'^\S*read_bytes\S*\{[^}]*tier="source"[^}]*\} (\S+)$'
-    found = re.findall(pattern, asker.http.get("/metrics").text, re.MULTILINE)
+    found = asker.metric('lmcache_cartridge_read_bytes_total{rank="0",tier="source"}')
     assert found, "no metric of bytes read from sources"
-    return sum(map(float, found))
+    return found
 
 
 if __name__ == "__main__":

@@ -18,17 +18,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
-import httpx
 import report  # first: it makes the tests' helpers importable
-from wards import MODEL
+from serving import serving
+from wards import Asker
 
-from lmcache_cartridge.serve.launch import plan
-from lmcache_cartridge.serve.processes import SMALL, ServerProcess
 from lmcache_cartridge.settings import from_mapping
 
 TOKENS, ASKED, ROUTE = 6144, 256, "/v1/cartridges"
 NOTHING, PROMPTS, CONTEXTS = "nothing", "prompts", "contexts"
-ARGS = ["--max-model-len", "8192", "--enforce-eager", "--kv-cache-memory-bytes", str(128 << 20)]
 
 
 def drawn(rng: random.Random, count: int) -> list[int]:
@@ -36,28 +33,28 @@ def drawn(rng: random.Random, count: int) -> list[int]:
     return [rng.randrange(10, 640) for _ in range(count)]
 
 
-def compute(client: httpx.Client, rng: random.Random) -> None:
+def compute(asker: Asker, rng: random.Random) -> None:
     """Have a text computed as a prompt."""
-    complete(client, {"prompt": drawn(rng, TOKENS)})
+    asker.complete(drawn(rng, TOKENS))
 
 
-def make(client: httpx.Client, rng: random.Random) -> str:
+def make(asker: Asker, rng: random.Random) -> str:
     """Have a context made of a text, wait for it and return its id."""
-    reply = client.post(ROUTE, json={"token_ids": drawn(rng, TOKENS)}).raise_for_status().json()
+    reply = asker.http.post(ROUTE, json={"token_ids": drawn(rng, TOKENS)}).raise_for_status().json()
     while reply["state"] == "making":
         time.sleep(0.02)
-        reply = client.get(f"{ROUTE}/{reply['id']}").raise_for_status().json()
+        reply = asker.state(reply["id"])
     if reply["state"] == "failed":
         raise RuntimeError(reply)
     return reply["id"]
 
 
-def make_and_delete(client: httpx.Client, rng: random.Random) -> None:
+def make_and_delete(asker: Asker, rng: random.Random) -> None:
     """Have a context made that nobody asks for."""
-    client.delete(f"{ROUTE}/{make(client, rng)}").raise_for_status()
+    asker.http.delete(f"{ROUTE}/{make(asker, rng)}").raise_for_status()
 
 
-BESIDE: dict[str, Callable[[httpx.Client, random.Random], None]] = {PROMPTS: compute, CONTEXTS: make_and_delete}
+BESIDE: dict[str, Callable[[Asker, random.Random], None]] = {PROMPTS: compute, CONTEXTS: make_and_delete}
 
 
 @contextmanager
@@ -67,9 +64,9 @@ def sending(url: str, what: str, seed: str) -> Iterator[None]:
 
     def send() -> None:
         rng = random.Random(seed)
-        with httpx.Client(base_url=url, timeout=600) as client:
+        with Asker(url) as asker:
             while not over.is_set():
-                BESIDE[what](client, rng)
+                BESIDE[what](asker, rng)
 
     with ThreadPoolExecutor(1) as pool:
         sent = pool.submit(send)
@@ -80,32 +77,23 @@ def sending(url: str, what: str, seed: str) -> Iterator[None]:
         sent.result()
 
 
-def complete(client: httpx.Client, body: dict[str, object]) -> int:
-    """Ask for one token and return how many of the prompt's were cached."""
-    body = {"model": MODEL, "max_tokens": 1, "temperature": 0} | body
-    usage = client.post("/v1/completions", json=body).raise_for_status().json()["usage"]
-    return usage["prompt_tokens_details"]["cached_tokens"] or 0
-
-
-def measure(url: str, rounds: int, asks: int) -> dict[tuple[str, str], list[float]]:
+def measure(asker: Asker, rounds: int, asks: int) -> dict[tuple[str, str], list[float]]:
     """Return the seconds of each request, by what was asked and what went on beside it."""
     rng = random.Random(1)
-    asked = {"plain": {}, "behind a context": {}}
+    asked = {"plain": None, "behind a context": [make(asker, rng)]}
     waited: dict[tuple[str, str], list[float]] = {(way, what): [] for what in (NOTHING, *BESIDE) for way in asked}
-    with httpx.Client(base_url=url, timeout=600) as client:
-        asked["behind a context"] = {"cartridges": [make(client, rng)]}
-        for turn in range(-1, rounds):  # the first warms up
-            for what in rng.sample([NOTHING, *BESIDE], 3):
-                with sending(url, what, f"{what} {turn}") if what in BESIDE else nullcontext():
-                    for _ in range(asks):
-                        for way, more in asked.items():
-                            body = {"prompt": drawn(rng, ASKED)} | more
-                            started = time.perf_counter()
-                            cached = complete(client, body)
-                            seconds = time.perf_counter() - started
-                            assert (cached >= TOKENS) == bool(more), (way, cached)
-                            if turn >= 0:
-                                waited[way, what].append(seconds)
+    for turn in range(-1, rounds):  # the first warms up
+        for what in rng.sample([NOTHING, *BESIDE], 3):
+            with sending(asker.url, what, f"{what} {turn}") if what in BESIDE else nullcontext():
+                for _ in range(asks):
+                    for way, named in asked.items():
+                        ids = drawn(rng, ASKED)
+                        started = time.perf_counter()
+                        answer = asker.complete(ids, named)
+                        seconds = time.perf_counter() - started
+                        assert (answer.cached_tokens >= TOKENS) == bool(named), (way, answer)
+                        if turn >= 0:
+                            waited[way, what].append(seconds)
     return waited
 
 
@@ -118,9 +106,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for mode in ("in-process", "multiprocess"):
         with tempfile.TemporaryDirectory() as scratch:
             settings = from_mapping({"home": scratch, "contexts": True})
-            launch = plan(MODEL, settings, mode=mode, vllm_args=ARGS, l1_bytes=256 << 20)
-            with ServerProcess(launch, Path(scratch) / "log", environment=SMALL) as server:
-                for (way, what), found in measure(server.url, rounds, asks).items():
+            with serving(settings, Path(scratch) / "log", mode=mode, l1_bytes=256 << 20) as asker:
+                for (way, what), found in measure(asker, rounds, asks).items():
                     case = {"mode": mode, "beside": what, "request": way}
                     for made in (report.Figure.of, report.Figure.tail):
                         figures.append(made(found, "first token", "s", **case))

@@ -23,15 +23,25 @@ import tempfile
 import traceback
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import report  # first: it makes the tests' helpers importable
+import torch
 from commands import Cli
-from tqdm import tqdm
+from families import chain, make_model
+from serving import serving
 from zoo import CONTEXT, FAMILIES
+
+from lmcache_cartridge.artifact.cartridge import Cartridge
+from lmcache_cartridge.artifact.model import check_shift
+from lmcache_cartridge.artifact.reading import load_manifest, load_token_ids
+from lmcache_cartridge.cli.recall import load_sheet
+from lmcache_cartridge.errors import CartridgeError, UnsupportedModel
+from lmcache_cartridge.library.registry import Registry
+from lmcache_cartridge.make.model import CausalModel
+from lmcache_cartridge.settings import Settings
 
 MODES = ("in-process", "multiprocess")
 BOUND = 1e-3
@@ -54,8 +64,6 @@ class Row(NamedTuple):
     chain: float | None = None
     trained: float | None = None
     other: float | None = None
-    injected: str = ""
-    """Positions that were not computed: of the cartridge, the chain and the trained one."""
     note: str = ""
 
     @property
@@ -68,182 +76,110 @@ class Row(NamedTuple):
         return bool(found) and all(figure <= limit for figure in found) and (self.other or 0) > 3 * limit
 
 
-def run_cli(home: Path, *argv: str | Path) -> None:
-    """Run one command of the command line in this process. Raises `RuntimeError`."""
-    ran = Cli(home)(*argv)
-    if ran.status:
-        raise RuntimeError(ran.err.strip().rpartition("lmcache-cartridge: ")[2])
-
-
 def one_family(name: str, scratch: Path) -> Iterator[Row]:
     """Make a family's model and cartridges, serve them in each mode, and yield a row for each."""
-    import torch
-    from families import make_model
-
-    from lmcache_cartridge.errors import CartridgeError
-    from lmcache_cartridge.make.model import CausalModel
-
-    directory = make_model(scratch / "model", FAMILIES[name](), torch.float32)
+    directory = make_model(scratch / "model", FAMILIES[name]())
     try:
-        model = CausalModel(str(directory))
-        made = Made(model, directory, scratch)
+        family = Family(name, CausalModel(str(directory)), directory, Cli(scratch / "home"))
     except CartridgeError as error:
         yield Row(name, "build", note=f"refused: {error}")
         return
+    notes = family.make()
     for mode in MODES:
-        yield made.row(name, mode)
+        yield family.row(mode, notes)
 
 
-class Made:
-    """A model with its cartridges, and what transformers answers after them."""
+class Family(NamedTuple):
+    """A model, and a home with its cartridges: documents `a` and `b`, and `t`, which is trained of `a`."""
 
-    def __init__(self, model: Any, directory: Path, scratch: Path) -> None:
-        """Build and train. Raises what `build` raises for a model that it refuses."""
-        from lmcache_cartridge.cli.recall import load_sheet
-        from lmcache_cartridge.library.registry import Registry
-        from lmcache_cartridge.settings import Settings
+    name: str
+    model: CausalModel
+    directory: Path
+    cli: Cli
 
-        self.model, self.directory, self.scratch = model, directory, scratch
-        self.settings = Settings(home=scratch / "home", cpu_bytes=128 << 20)
-        self.notes: list[str] = []
-        home, common = self.settings.home, ("--model", str(directory))
-        for id_, sheet, tokens in (("a", "ward-a", 300), ("b", "ward-b", 320)):
-            document, text = scratch / f"{id_}.txt", load_sheet(sheet).text
-            ends = (end for end in range(tokens, len(text), 20) if len(model.encode(text[:end], special=True)) > tokens)
-            document.write_text(text[: next(ends)])  # a family may read the shipped tokenizer's files in its own way
-            run_cli(home, "build", *common, "--document", document, "--id", id_)
-        questions = scratch / "questions.jsonl"
+    def make(self) -> list[str]:
+        """Build and train; return why it could not be trained."""
+        scratch, common = self.directory.parent, ("--model", self.directory)
+        for name, sheet, tokens in (("a", "ward-a", 300), ("b", "ward-b", 320)):
+            document, text = scratch / f"{name}.txt", load_sheet(sheet).text
+            # A family may read the shipped tokenizer's files in its own way.
+            ends = (
+                end for end in range(tokens, len(text), 20) if len(self.model.encode(text[:end], special=True)) > tokens
+            )
+            document.write_text(text[: next(ends)])
+            self.cli.json("build", *common, "--document", document, "--id", name)
         asked = [{"question": q.text, "answer": q.answer} for q in load_sheet("ward-a").questions[:12]]
-        questions.write_text("\n".join(map(json.dumps, asked)))
-        try:
-            run_cli(home, "train", *common, "--document", scratch / "a.txt", "--id", "t", "--questions", questions,
-                    *_TRAINING)  # fmt: skip
-        except Exception as error:
-            kind = "" if isinstance(error, RuntimeError) else f"{type(error).__name__} "
-            self.notes.append(f"not trained: {kind}{error}"[:300])
-        registry = Registry(self.settings.registry_path)
-        self.found = {entry.id: self._read(Path(entry.location)) for entry in registry.all()}
-        self.question = model.encode(QUESTION, special=False)
+        (questions := scratch / "questions.jsonl").write_text("\n".join(map(json.dumps, asked)))
+        ran = self.cli(
+            "train", *common, "--document", scratch / "a.txt", "--id", "t", "--questions", questions, *_TRAINING
+        )
+        return [f"not trained: {ran.err.strip().rpartition('lmcache-cartridge: ')[2]}"[:300]] if ran.status else []
 
-    def _read(self, root: Path) -> tuple[list[int], Any]:
-        """Return a cartridge's token ids and its canonical KV."""
-        from lmcache_cartridge.artifact import reading
-        from lmcache_cartridge.make.payload import read_kv
-
-        manifest = reading.load_manifest(root, None)
-        return reading.load_token_ids(manifest, root).tolist(), read_kv(manifest, root)
-
-    def after(self, injected: int, *names: str) -> Any:
-        """Return transformers' log probabilities `[vocabulary]` of what follows the question after the KV of a chain.
-
-        Only `injected` positions of it are there; the others are computed after those, as an engine does.
-        """
-        import torch
-
-        from lmcache_cartridge.memory.rope import shift
-
-        shape, parts, tokens = self.model.fingerprint, [], []
-        for name in names:
-            ids, kv = self.found[name]
-            parts.append(shift(kv, shape, len(tokens)) if tokens else kv)
-            tokens += ids
-        kv = torch.cat(parts, dim=2)[:, :, :injected]
-        return self.model.logits_after(kv, [*tokens[injected:], *self.question])[-1].log_softmax(-1)
-
-    def plain(self, name: str) -> Any:
-        """Return the same after a document's tokens."""
-        return self.model.logits(self.found[name][0] + self.question, 1)[-1].log_softmax(-1)
-
-    def row(self, family: str, mode: str) -> Row:
+    def row(self, mode: str, notes: Sequence[str]) -> Row:
         """Serve the cartridges and compare; without LMCache's saving where that is refused, and that is noted."""
+        log = self.cli.home / f"{mode}.log"
         for saves in (True, False):
             try:
-                return self.served(family, mode, saves=saves)
+                return self.served(mode, log, [*notes, *([] if saves else ["with --no-save"])], saves=saves)
             except Exception as error:
                 traceback.print_exc()
-                log = self.settings.home / f"{mode}.log"
-                said = log.read_text(errors="replace") if log.exists() else ""
-                reasons = _REASON.findall(said)
+                reasons = _REASON.findall(log.read_text(errors="replace") if log.exists() else "")
                 note = f"refused: {reasons[-1]}" if reasons else f"not served: {error}"
                 if "--no-save" not in note:
                     break
-        return Row(family, mode, note=note[:400])
+        return Row(self.name, mode, note=note[:400])
 
-    def served(self, family: str, mode: str, *, saves: bool = True) -> Row:
-        """Serve the cartridges and compare. Raises whatever keeps the server from answering."""
-        from lmcache_cartridge.artifact.model import check_shift
-        from lmcache_cartridge.errors import UnsupportedModel
+    def served(self, mode: str, log: Path, notes: list[str], *, saves: bool) -> Row:
+        """Serve the cartridges with the defaults that a user has and compare. Raises whatever keeps the server from answering."""
+        settings = Settings(home=self.cli.home, cpu_bytes=128 << 20)
+        options = ["--max-model-len", str(CONTEXT // 2), "--max-logprobs", "-1", "--dtype", "float32"]
+        rows = Registry(settings.registry_path).all()
+        known = {row.id: Cartridge(load_manifest(root := row.local_root(), None), root, str(root)) for row in rows}
+        ids = {name: load_token_ids(one.manifest, one.root).tolist() for name, one in known.items()}
+        question = self.model.encode(QUESTION, special=False)
+        with serving(settings, log, str(self.directory), *options, mode=mode, saves=saves) as server:
 
-        notes = [*self.notes, *([] if saves else ["with --no-save"])]
-        with serving(self.directory, self.settings, mode, saves=saves) as server:
+            def ask(*names: str, document: Sequence[int] = ()) -> tuple[torch.Tensor, int]:
+                """Return the log probability of every token that may follow, and how many were not computed."""
+                size = self.model.fingerprint.vocab_size
+                given = {"tokens": 1, "logprobs": size, "return_tokens_as_token_ids": True}
+                answer = server.ask([*document, *question], *names, **given)
+                found = torch.full((size,), float("-inf"))
+                for token, logprob in answer.logprobs[0].items():
+                    found[int(token.removeprefix("token_id:"))] = logprob
+                least = 256 if len(names) < 2 else len(ids[names[0]]) + 1
+                assert not names or answer.cached_tokens >= least, f"of {names} {answer.cached_tokens} were injected"
+                return found, answer.cached_tokens
 
-            def ask(names: Sequence[str], ids: Sequence[int]) -> tuple[Any, int]:
-                return answer(server, names, [*ids, *self.question], self.model.fingerprint.vocab_size)
+            def after(*names: str) -> float:
+                """Return how far the answer after a chain is from transformers' after so much of its KV as was injected."""
+                found, injected = ask(*names)
+                kv = chain([known[name] for name in names])[:, :, :injected]
+                rest = [token for name in names for token in ids[name]][injected:]
+                return _apart(found, self.model.logits_after(kv, [*rest, *question])[-1].log_softmax(-1))
 
-            document = self.found["a"][0]
-            dense, cached = ask([], document)
+            dense, cached = ask(document=ids["a"])
             assert cached == 0, f"{cached} tokens of a plain prompt were not computed"
-            single, one = ask(["a"], [])
-            other, _ = ask(["b"], [])
-            figures = {"noise": _apart(dense, self.plain("a")), "cartridge": _apart(single, dense),
-                       "other": _apart(other, dense)}  # fmt: skip
-            counts = [f"{one} of {len(document)}"]
+            plain = self.model.logits([*ids["a"], *question], 1)[-1].log_softmax(-1)
+            figures = {"noise": _apart(dense, plain), "cartridge": _apart(ask("a")[0], dense)}
+            figures["other"] = _apart(ask("b")[0], dense)
             try:
                 check_shift(self.model.fingerprint.rope)
-                chained, both = ask(["a", "b"], [])
-                figures["chain"] = _apart(chained, self.after(both, "a", "b"))
-                assert both > len(document), "nothing of the second was injected"
-                counts.append(f"{both} of {len(document) + len(self.found['b'][0])}")
+                figures["chain"] = after("a", "b")
             except UnsupportedModel as error:
                 notes.append(f"no chains: {error}")
-            if "t" in self.found:
-                trained, whole = ask(["t"], [])
-                figures["trained"] = _apart(trained, self.after(whole, "t"))
-                counts.append(f"{whole} of {len(self.found['t'][0])}")
-            assert all(int(count.split()[0]) >= 256 for count in counts), f"not injected: {counts}"
-        return Row(family, mode, **figures, injected=", ".join(counts), note="; ".join(notes))
+            if "t" in known:
+                figures["trained"] = after("t")
+        return Row(self.name, mode, **figures, note="; ".join(notes))
 
 
-def _apart(found: Any, expected: Any) -> float:
+def _apart(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).abs().max())
 
 
-@contextmanager
-def serving(model: Path, settings: Any, mode: str, *, saves: bool = True) -> Iterator[Any]:
-    """Serve with the defaults that a user has, as small as it goes."""
-    from lmcache_cartridge.make.server import Server
-    from lmcache_cartridge.serve.launch import plan
-    from lmcache_cartridge.serve.processes import SMALL, ServerProcess
-
-    arguments = ["--max-model-len", str(CONTEXT // 2), "--enforce-eager", "--kv-cache-memory-bytes", str(128 << 20),
-                 "--max-logprobs", "-1", "--dtype", "float32"]  # fmt: skip
-    launch = plan(str(model), settings, vllm_args=arguments, mode=mode, saves=saves)
-    with (
-        ServerProcess(launch, settings.home / f"{mode}.log", environment=SMALL) as process,
-        Server(process.url) as server,
-    ):
-        yield server
-
-
-def answer(server: Any, names: Sequence[str], ids: Sequence[int], vocabulary: int) -> tuple[Any, int]:
-    """Return the log probability of every token that may follow, and how many tokens were not computed."""
-    import torch
-
-    body: dict[str, Any] = {
-        "model": server.model, "prompt": list(ids), "max_tokens": 1, "temperature": 0, "logprobs": vocabulary,
-        "return_tokens_as_token_ids": True,
-    }  # fmt: skip
-    body |= {"cartridges": list(names)} if names else {"cache_salt": "plain"}
-    reply = server.post("/v1/completions", body, dict)
-    found = torch.full((vocabulary,), float("-inf"))
-    for token, logprob in reply["choices"][0]["logprobs"]["top_logprobs"][0].items():
-        found[int(token.removeprefix("token_id:"))] = logprob
-    details = reply["usage"].get("prompt_tokens_details") or {}
-    return found, details.get("cached_tokens") or 0
-
-
-def in_process_of_its_own(name: str, log: Path) -> list[Row]:
+def in_process_of_its_own(logs: Path, name: str) -> list[Row]:
     """Run one family in a process of its own and return its rows."""
+    log = logs / f"{name.replace(' ', '-')}.log"
     with tempfile.TemporaryDirectory() as scratch, log.open("w") as text:
         command = [sys.executable, __file__, "--one", name]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TMPDIR": scratch}
@@ -288,14 +224,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown := sorted({*names} - {*FAMILIES}):
         bench.parser.error(f"no family is called {', '.join(unknown)}; there are {', '.join(FAMILIES)}")
     rows = []
-    with ThreadPoolExecutor(options.jobs) as pool, tqdm(total=len(names), desc="families") as bar:
-        logs = Path(tempfile.mkdtemp(prefix="cartridge-models-"))
-        named = [logs / f"{''.join(c if c.isalnum() else '-' for c in name)}.log" for name in names]
-        futures = list(map(partial(pool.submit, in_process_of_its_own), names, named))
-        for future in futures:
-            future.add_done_callback(lambda _: bar.update())
-        for future in futures:
-            rows += future.result()
+    logs = Path(tempfile.mkdtemp(prefix="cartridge-models-"))
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for found in pool.map(partial(in_process_of_its_own, logs), names):
+            report.say(f"{found[0].family}: {', '.join(row.note or 'served' for row in found)}")
+            rows += found
     bench.publish(figures(rows))
     wrong = [f"{row.family}, {row.mode}" for row in rows if not row.sound]
     print(

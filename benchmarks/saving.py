@@ -17,17 +17,17 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-import httpx
 import report  # first: it makes the tests' helpers importable
-from wards import MODEL
+from serving import serving
+from wards import Asker
 
-from lmcache_cartridge.serve.launch import Launch, plan
-from lmcache_cartridge.serve.processes import SMALL, ServerProcess
+from lmcache_cartridge.serve.launch import Launch
+from lmcache_cartridge.serve.processes import SMALL
 from lmcache_cartridge.settings import from_mapping
 
 TOKENS, L1_BYTES = 6144, 1 << 30
 OURS, ALONE, INSIDE = "with cartridges", "LMCache alone", "with cartridges, in-process"
-ARGS = ["--max-model-len", "8192", "--enforce-eager", "--kv-cache-memory-bytes", str(64 << 20)]
+ENVIRONMENT = SMALL | {"VLLM_SERVER_DEV_MODE": "1"}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -36,16 +36,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = bench.start(arguments)
     prompts = 200 if options.full else 2 if options.smoke else 40
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
-        ours = plan(MODEL, from_mapping({"home": scratch}), mode="multiprocess", vllm_args=ARGS, l1_bytes=L1_BYTES)
-        other = plan(MODEL, from_mapping({"home": scratch}), mode="multiprocess", vllm_args=ARGS, l1_bytes=L1_BYTES)
-        inside = plan(MODEL, from_mapping({"home": scratch}), vllm_args=ARGS, l1_bytes=L1_BYTES)
-        clients = {}
-        for name, launch in ((OURS, ours), (ALONE, stock(other)), (INSIDE, inside)):
-            environment = SMALL | {"VLLM_SERVER_DEV_MODE": "1"}
-            server = ServerProcess(launch, Path(scratch) / f"{name}.log", environment=environment)
-            url = stack.enter_context(server).url
-            clients[name] = stack.enter_context(httpx.Client(base_url=url, timeout=120))
-        times_s = measure(clients, prompts)
+        starts = {OURS: {}, ALONE: {"change": stock}, INSIDE: {"mode": "in-process"}}
+        askers = {}
+        for name, given in starts.items():
+            log, given = Path(scratch) / f"{name}.log", {"mode": "multiprocess", "environment": ENVIRONMENT} | given
+            asker = serving(from_mapping({"home": scratch}), log, l1_bytes=L1_BYTES, **given)
+            askers[name] = stack.enter_context(asker)
+        times_s = measure(askers, prompts)
     bench.publish(
         [
             report.Figure.of(seconds, "request", "s", doing=doing, server=name)
@@ -69,34 +66,31 @@ def stock(launch: Launch) -> Launch:
     return launch._replace(lmcache=lmcache, command=command, environment=own | {"VLLM_PLUGINS": ""})
 
 
-def measure(clients: dict[str, httpx.Client], prompts: int) -> dict[str, dict[str, list[float]]]:
+def measure(askers: dict[str, Asker], prompts: int) -> dict[str, dict[str, list[float]]]:
     """Return the times in s of the first and the second request for each prompt, by server."""
     rng = random.Random(1)
-    times: dict[str, dict[str, list[float]]] = {kind: {name: [] for name in clients} for kind in ("save", "load")}
+    times: dict[str, dict[str, list[float]]] = {kind: {name: [] for name in askers} for kind in ("save", "load")}
     for number in range(-2, prompts):  # the first two warm up
         ids = [rng.randrange(10, 640) for _ in range(TOKENS)]
-        order = rng.sample(list(clients), len(clients))
+        order = rng.sample(list(askers), len(askers))
         for kind in times:
             for name in order:
-                elapsed_s, cached = ask(clients[name], ids, whole=kind == "load")
+                elapsed_s, cached = ask(askers[name], ids, whole=kind == "load")
                 assert cached == (TOKENS - 1 if kind == "load" else 0), (name, kind, cached)
                 if number >= 0:
                     times[kind][name].append(elapsed_s)
     return times
 
 
-def ask(client: httpx.Client, ids: list[int], *, whole: bool) -> tuple[float, int]:
+def ask(asker: Asker, ids: list[int], *, whole: bool) -> tuple[float, int]:
     """Return how long a prompt took and how many of its tokens were cached; asks again until it was `whole`."""
     while True:
-        while not client.post("/reset_prefix_cache").is_success:
-            time.sleep(0.01)
+        asker.forget()
         start = time.perf_counter()
-        reply = client.post("/v1/completions", json={"model": MODEL, "prompt": ids, "max_tokens": 1, "temperature": 0})
+        answer = asker.complete(ids)
         elapsed_s = time.perf_counter() - start
-        usage = reply.raise_for_status().json()["usage"]
-        cached = usage["prompt_tokens_details"]["cached_tokens"] or 0
-        if not whole or cached:
-            return elapsed_s, cached
+        if not whole or answer.cached_tokens:
+            return elapsed_s, answer.cached_tokens
 
 
 if __name__ == "__main__":

@@ -30,16 +30,17 @@ import statistics
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import httpx
 import numpy as np
 import report
 from retrieval import drop, finite_bytes
+from serving import serving
 from sizes import SHAPES, TINY, Shape
+from wards import Asker
 
 from lmcache_cartridge.artifact.model import Fingerprint
 from lmcache_cartridge.library.registry import Registry
@@ -160,15 +161,12 @@ def make_cartridge(root: Path, fingerprint: Fingerprint, name: str, ids: list[in
     return root / name
 
 
-class Asker:
+class Server:
     """Asks one server in every way of its mode."""
 
-    def __init__(self, url: str, model: Path, vocabulary: int, payloads: dict[str, Path]) -> None:
+    def __init__(self, asker: Asker, model: Path, vocabulary: int, payloads: dict[str, Path]) -> None:
         """`payloads` are the files on this machine to drop from its page cache, by cartridge."""
-        from openai import OpenAI
-
-        self._client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=3600)
-        self._http = httpx.Client(base_url=url, timeout=60)
+        self._asker, self._client = asker, asker.openai.with_options(timeout=3600)
         self._model, self._vocabulary, self._payloads = str(model), vocabulary, payloads
         self._random = np.random.default_rng(7)
         self._saved: set[tuple[int, int]] = set()
@@ -196,8 +194,7 @@ class Asker:
             missing = [client for client in range(c) if (p, client) not in self._saved]
             self._together([self._body(way, p, "", client) for client in missing])
             self._saved |= {(p, client) for client in missing}
-            while not self._http.post("/reset_prefix_cache").is_success:
-                time.sleep(0.05)  # blocks of a request that has just ended
+            self._asker.forget()
 
     def _together(self, bodies: Sequence[dict[str, Any]]) -> None:
         with ThreadPoolExecutor(max(len(bodies), 1)) as pool:
@@ -219,7 +216,7 @@ class Asker:
     def _ask(self, body: dict[str, Any]) -> Answer:
         started = time.perf_counter()
         first_s, usage = None, None
-        # As `prompt` itself the client would look at each id: 300 ms for 16,384 of them, where the server parses in 2.
+        # As `prompt` itself the client would look at each id.
         raw = self._client.completions.with_raw_response.create(
             model=self._model, prompt="", max_tokens=ANSWER, temperature=0, stream=True,
             stream_options={"include_usage": True}, extra_body={"ignore_eos": True, **body},
@@ -233,16 +230,15 @@ class Asker:
         return Answer(first_s, cached, sum(map(int, told)) if told else None)
 
     def _counters(self) -> tuple[int, int]:
-        text = self._http.get("/metrics").raise_for_status().text
-        found = {name: int(float(n)) for name, n in re.findall(r"^vllm:(\w+_hits_total)\{.*\} (\S+)$", text, re.M)}
-        return found["prefix_cache_hits_total"], found["external_prefix_cache_hits_total"]
+        vllm, connector = (self._asker.metric(f"vllm:{of}prefix_cache_hits_total") for of in ("", "external_"))
+        return int(vllm), int(connector)
 
     def _cartridge(self, name: str, *, cold: bool) -> tuple[int, int]:
         """Return how many chunks of a cartridge are in memory, and all; of a cold one once it is out of it."""
         if cold:
-            self._http.post(f"/v1/cartridges/{name}/evict").raise_for_status()
+            self._asker.http.post(f"/v1/cartridges/{name}/evict").raise_for_status()
             drop([self._payloads[name]])
-        tiers = self._http.get(f"/v1/cartridges/{name}").raise_for_status().json()["tiers"]
+        tiers = self._asker.state(name)["tiers"]
         found = [tiers[tier] for tier in ("device", "cpu") if tier in tiers]
         return max(tier["resident_chunks"] for tier in found), found[0]["chunks"]
 
@@ -265,7 +261,7 @@ class Plan(NamedTuple):
         return max(2, self.repeat // (2 if c > 1 else 1))
 
 
-def touch(askers: dict[bool, Asker], plan: Plan) -> None:
+def touch(servers: dict[bool, Server], plan: Plan) -> None:
     """Have each server write to its blocks: what is written to for the first time the system has to give it first.
 
     Where 7 MiB were written to for the first time that took 5 to 8 ms here, longer than to inject them.
@@ -273,29 +269,29 @@ def touch(askers: dict[bool, Asker], plan: Plan) -> None:
     for way in ("warm", "mp-warm"):
         # One alone first: of many that are cold at once LMCache's server has memory for four, and the others are computed.
         for c in (1, *2 * [max(plan.concurrency) + 1]):
-            askers[WAYS[way].is_multiprocess].sample(way, max(plan.positions), c)
+            servers[WAYS[way].is_multiprocess].sample(way, max(plan.positions), c)
 
 
-def measure(askers: dict[bool, Asker], plan: Plan) -> list[Sample]:
-    """Ask in all ways, by turns within each p and c; `askers` by whether a way is of multiprocess mode.
+def measure(servers: dict[bool, Server], plan: Plan) -> list[Sample]:
+    """Ask in all ways, by turns within each p and c; `servers` by whether a way is of multiprocess mode.
 
     Raises `NotThisWay` for the first sample whose tokens came from elsewhere.
     """
     found, last = [], None
-    touch(askers, plan)
+    touch(servers, plan)
     for p in plan.positions:
         for way in WAYS:
             if way != "dense":  # the first of each way warms up
-                askers[WAYS[way].is_multiprocess].sample(way, p, 1)
+                servers[WAYS[way].is_multiprocess].sample(way, p, 1)
         for c in plan.concurrency:
             for turn in range(max(plan.samples(way, p, c) for way in WAYS)):
                 for way in WAYS:
                     if turn < plan.samples(way, p, c):
-                        asker = askers[WAYS[way].is_multiprocess]
-                        if asker is not last or WAYS[way].is_cold:
+                        server = servers[WAYS[way].is_multiprocess]
+                        if server is not last or WAYS[way].is_cold:
                             time.sleep(SETTLE_S)
-                        last = asker
-                        sample = asker.sample(way, p, c)
+                        last = server
+                        sample = server.sample(way, p, c)
                         check(sample)
                         found.append(sample)
                         first_s = statistics.median(a.first_s for a in sample.answers)
@@ -322,32 +318,26 @@ def figures(samples: Sequence[Sample]) -> list[report.Figure]:
     return made
 
 
-@contextlib.contextmanager
-def server(model: Path, settings: Settings, log: Path, plan: Plan, token_bytes: int, mode: str) -> Iterator[str]:
-    """Start a stock server with our plugin in a mode, LMCache saving beside it; yield its URL."""
-    from lmcache_cartridge.serve.launch import plan as launch_plan
-    from lmcache_cartridge.serve.processes import ServerProcess
-
+def started(model: Path, settings: Settings, log: Path, plan: Plan, token_bytes: int, mode: str) -> Any:
+    """Return what starts a stock server with our plugin in a mode, LMCache saving beside it."""
     longest, largest = max(plan.positions) + QUESTION + ANSWER, max(plan.concurrency)
     saving = "mp-l1" if mode == "multiprocess" else "localcpu"
     saved = sum(p * max([c for c in plan.concurrency if plan.samples(saving, p, c)] or [1]) for p in plan.positions)
     l1_tokens = 2 * saved + (8 * longest if mode == "multiprocess" else 0)
-    arguments = [
-        "--max-model-len", str(longest + 64), "--enforce-eager", "--dtype", "bfloat16",
-        "--kv-cache-memory-bytes", str((largest + 2) * (longest + 256) * token_bytes),
-    ]  # fmt: skip
-    launch = launch_plan(
-        str(model), settings, vllm_args=arguments, mode=mode, saves=True,
+    blocks_bytes = (largest + 2) * (longest + 256) * token_bytes
+    options = [
+        "--max-model-len",
+        str(longest + 64),
+        "--dtype",
+        "bfloat16",
+        "--kv-cache-memory-bytes",
+        str(blocks_bytes),
+    ]
+    environment = {"HF_HUB_OFFLINE": "1", "VLLM_SERVER_DEV_MODE": "1"}  # the latter for /reset_prefix_cache
+    return serving(
+        settings, log, str(model), *options, environment=environment, mode=mode, saves=True,
         l1_bytes=(256 << 20) + l1_tokens * token_bytes,
     )  # fmt: skip
-    told = {"HF_HUB_OFFLINE": "1", "VLLM_SERVER_DEV_MODE": "1"}  # the latter for /reset_prefix_cache
-    launch = launch._replace(environment=launch.environment | told)
-    try:
-        with ServerProcess(launch, log, environment={}, timeout_s=600) as process:
-            yield process.url
-    except Exception:
-        report.say(log.read_text(errors="replace")[-4000:])
-        raise
 
 
 def make_plan(options: Any) -> Plan:
@@ -395,12 +385,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 "cpu_bytes": (2 * sum(plan.positions) + CHUNK) * shape.token_bytes,
             }
         )  # fmt: skip
-        payloads, askers = prepare(plan, shape, model, settings, scratch), {}
+        payloads, servers = prepare(plan, shape, model, settings, scratch), {}
         for mode in ("in-process", "multiprocess"):
             report.say(f"starting vLLM, {mode}")
-            url = stack.enter_context(server(model, settings, scratch / mode, plan, shape.token_bytes, mode))
-            askers[mode == "multiprocess"] = Asker(url, model, shape.vocabulary, payloads)
-        samples = measure(askers, plan)
+            asker = stack.enter_context(started(model, settings, scratch / mode, plan, shape.token_bytes, mode))
+            servers[mode == "multiprocess"] = Server(asker, model, shape.vocabulary, payloads)
+        samples = measure(servers, plan)
     bench.publish(figures(samples))
 
 

@@ -34,11 +34,6 @@ def htd(kv: torch.Tensor) -> list[list[torch.Tensor]]:
     return [[layer.transpose(0, 1)[None].contiguous() for layer in plane] for plane in kv]
 
 
-def thd(kv: torch.Tensor) -> list[list[torch.Tensor]]:
-    """Return canonical KV as keys and values `(1, T, H, D)` of each layer."""
-    return [[layer[None].clone() for layer in plane] for plane in kv]
-
-
 def base_model(dtype: torch.dtype = torch.bfloat16) -> Any:
     """Return the shipped model as transformers loads it."""
     return AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=dtype).eval()
@@ -88,9 +83,9 @@ def pairs(kv: torch.Tensor, path: Path, *, names: tuple[str, str] | None = None)
 def flat(kv: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return canonical KV under the vLLM fork's names, positions before heads."""
     return {
-        f"layers.{layer}.attention.prefix.{name}": tensor
-        for name, plane in zip(("keys", "values"), thd(kv), strict=True)
-        for layer, tensor in enumerate(plane)
+        f"layers.{number}.attention.prefix.{name}": layer[None].clone()
+        for name, plane in zip(("keys", "values"), kv, strict=True)
+        for number, layer in enumerate(plane)
     }
 
 

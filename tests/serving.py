@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx
 import numpy as np
 import torch
 from making import make_artifact
 from safetensors import safe_open
-from waiting import until
+from wards import MODEL, Answer, Asker
 
 from lmcache_cartridge.artifact.identity import Identity
 from lmcache_cartridge.artifact.manifest import Manifest
-from lmcache_cartridge.cli.recall import MODEL_DIR, SHEETS_DIR
+from lmcache_cartridge.cli.recall import SHEETS_DIR
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.make.prefill import build
@@ -41,95 +40,40 @@ def ask_lmcache(launch: Launch, method: str, path: str) -> httpx.Response:
 SERVER_ARGS = ["--max-model-len", "8192", "--enforce-eager", "--kv-cache-memory-bytes", str(128 << 20)]
 
 
-class Reply(NamedTuple):
-    """What a greedy request came back with."""
-
-    text: str
-    logprobs: list[dict[str, float]]
-    """Top 20 of each generated position, by token."""
-    prompt_tokens: int
-    cached_tokens: int
-
-
 def stored_kv(root: Path) -> torch.Tensor:
     """Return the canonical KV `[2, L, T, H, D]` of an artefact, read by the safetensors library."""
     with safe_open(root / "payload.safetensors", framework="pt") as file:
         return torch.cat([file.get_tensor(name) for name in sorted(file.keys())], dim=3).permute(1, 2, 3, 0, 4)
 
 
-class Client:
-    """Asks one server greedily with token ids, past vLLM's own prefix cache."""
+def faulty(launch: Launch) -> Launch:
+    """Return a start by the plugins with faults, which the file `$LMCACHE_FAULTY_FILE` says."""
 
-    def __init__(self, url: str, model: str) -> None:
-        self.url = url
-        self._http = httpx.Client(base_url=url, timeout=120)
-        self._model = model
-
-    def __enter__(self) -> Client:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._http.close()
-
-    def ask(self, ids: list[int], tag: str | None = None, tokens: int = 4, **fields: Any) -> Reply:
-        """Return the reply to a prompt; `tag` is the request's `lmcache.tag.cartridge`, which the request API refuses."""
-        return self._ask(ids, {} if tag is None else {"lmcache.tag.cartridge": tag}, tokens, **fields)
-
-    def forget(self) -> None:
-        """Have vLLM forget its own blocks, so that what is cached comes from LMCache."""
-        until(lambda: self._http.post("/reset_prefix_cache").is_success)
-
-    def ask_with(self, cartridges: list[str], ids: list[int], tokens: int = 4) -> Reply:
-        """Return the reply to a prompt behind cartridges."""
-        return self._ask(ids, {}, tokens, cartridges=cartridges)
-
-    def _ask(self, ids: list[int], params: dict[str, str], tokens: int, **fields: Any) -> Reply:
-        response = self.post(
-            {"prompt": ids, "max_tokens": tokens, "temperature": 0, "logprobs": 20, "kv_transfer_params": params}
-            | fields
-        )
-        assert response.is_success, response.text
-        body = response.json()
-        choice = body["choices"][0]
-        return Reply(
-            choice["text"],
-            choice["logprobs"]["top_logprobs"],
-            body["usage"]["prompt_tokens"],
-            body["usage"]["prompt_tokens_details"]["cached_tokens"] or 0,
+    def changed(text: str) -> str:
+        return text.replace("lmcache_cartridge.engine.backend", "faulty").replace(
+            "lmcache_cartridge.engine.l2", "faulty_l2"
         )
 
-    def computed(self, ids: list[int], tokens: int = 4) -> Reply:
-        """Return the reply with every prompt token computed: a tag that no cartridge has keeps them all away."""
-        reply = self._ask(ids, {"lmcache.tag.apart": "computed"}, tokens)
-        assert reply.cached_tokens == 0
-        return reply
-
-    def post(self, body: dict[str, Any]) -> httpx.Response:
-        """Post a completion with a `cache_salt` of its own."""
-        return self._http.post("/v1/completions", json={"model": self._model, "cache_salt": uuid.uuid4().hex} | body)
-
-    def post_json(self, path: str, body: dict[str, Any]) -> httpx.Response:
-        """Post `body` to `path`."""
-        return self._http.post(path, json=body)
-
-    def get(self, path: str) -> httpx.Response:
-        """Return what the server says at `path`."""
-        return self._http.get(path)
+    return launch._replace(yaml=changed(launch.yaml), lmcache=launch.lmcache and [*map(changed, launch.lmcache)])
 
 
 @contextmanager
 def serving(
     settings: Settings,
     log: Path,
-    model: str = str(MODEL_DIR),
+    model: str = MODEL,
     *options: str,
+    key: str = "none",
     environment: dict[str, str] = SMALL,
+    change: Callable[[Launch], Launch] = lambda launch: launch,
     **given: Any,
-) -> Iterator[Client]:
-    """Serve a home's cartridges by what `plan` makes of `given`, with `options` of vLLM's behind `SERVER_ARGS`."""
-    launch = plan(model, settings, vllm_args=[*SERVER_ARGS, *options], **given)
-    with ServerProcess(launch, log, environment=environment) as server, Client(server.url, model) as client:
-        yield client
+) -> Iterator[Asker]:
+    """Serve a home's cartridges by what `plan` makes of `given`, changed, with `options` of vLLM's behind `SERVER_ARGS`."""
+    keys = [] if key == "none" else ["--api-key", key]
+    launch = change(plan(model, settings, vllm_args=[*SERVER_ARGS, *options, *keys], **given))
+    with ServerProcess(launch, log, environment=environment) as server, Asker(server.url, key, model) as asker:
+        asker.server, asker.launch = server, launch
+        yield asker
 
 
 def build_sheet(
@@ -152,7 +96,7 @@ def register_trained(settings: Settings, name: str, kv: torch.Tensor, like: Mani
     Registry(settings.registry_path).register(root)
 
 
-def difference(a: Reply, b: Reply) -> float:
+def difference(a: Answer, b: Answer) -> float:
     """Return the largest difference of the first position's top-20 logprobs; infinite where they share no token.
 
     Only the first position: after it the two replies may have been given different tokens.

@@ -70,7 +70,7 @@ BY_OTHERS = {
     '"kv_connector_extra_config": {"cartridges": {"handbook": "/srv/cartridges/handbook/1"}, '
     '"router": {"type": "label", "field": "cartridge_id"}}}\'': "served/test_forms_served.py",
     "LMCACHE_CONFIG_FILE=lmcache.yaml vllm serve ./llama --kv-transfer-config '{ "
-    '"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_consumer"}\'': "served/test_stock.py",
+    '"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_consumer"}\'': "served/test_matrix_models.py",
     "lmcache-cartridge serve ./llama --library s3://cartridges/fleet --set drain_s=15 --shutdown-timeout 60": "fleet/test_fleet.py",
 }
 """Commands that need what other tests make, and which of them run the same."""

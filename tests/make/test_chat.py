@@ -170,7 +170,7 @@ def _build(cli: Cli, *options: object) -> None:
 
 
 def test_what_is_built_as_the_system_message_stays_so_in_int8_and_is_not_compacted(tmp_path, cli):
-    """What it is answered by, and shown as, is served/test_chat_served's."""
+    """What it is answered by the matrix counts."""
     (tmp_path / "t.jinja").write_text(WARD)
     _build(cli, "--chat", "system", "--chat-template", tmp_path / "t.jinja")
     cli.json("build", "--from", "a", "--payload", "int8", "--id", "b")

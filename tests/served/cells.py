@@ -65,6 +65,7 @@ DP = ("--data-parallel-size", "2")
 CELLS = {
     # name                       mode            model                 start        chunk block saves  engine
     "layers without RoPE":  Cell("in-process",   "smollm3",            "plan",         64,  32, True,  NO_PREFIXES),
+    "as it is shipped":     Cell("in-process",   "llama",              "yaml",        256, 128, False),
     "partly rotated":       Cell("in-process",   "gptj",               "variables",   256,  32, False),
     "windows and sinks":    Cell("in-process",   "gpt-oss",            "connector",   256, 128, False),
     "long RoPE":            Cell("in-process",   "phi3 long",          "plan",         64,  32, True,  SMALL_STEPS),

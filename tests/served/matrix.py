@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import yaml
 from cells import CELLS, Cell
+from commands import Cli
 from families import FAMILIES, make_model
-from serving import SERVER_ARGS, Client, Reply, difference, serving
+from serving import SERVER_ARGS, difference, serving
 from waiting import until
+from wards import Answer, Asker
 
-from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.cli.recall import MODEL_DIR
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make.model import CausalModel
@@ -50,6 +50,7 @@ class Way(NamedTuple):
 
 
 STARTS = {
+    "yaml": Way(),
     "variables": Way(
         None,
         {f"LMCACHE_{name.upper()}": json.dumps(value).strip('"') for name, value in REST.items()}
@@ -78,7 +79,7 @@ class Served(NamedTuple):
     """A cell's server. Its home has prefill cartridges of at least two documents."""
 
     cell: Cell
-    client: Client
+    client: Asker
     path: str
     """Of the model."""
     model: CausalModel
@@ -95,34 +96,20 @@ class Served(NamedTuple):
         """Return how many of so many tokens are whole chunks."""
         return tokens // self.cell.chunk * self.cell.chunk
 
-    def ask(self, ids: list[int], *names: str, **fields: Any) -> Reply:
+    def ask(self, ids: list[int], *names: str, **fields: Any) -> Answer:
         """Return the reply behind cartridges; by default of a tenant that never asked before."""
-        named = {"cartridges": list(names)} if names else {}
-        return self.client.ask(ids, return_tokens_as_token_ids=True, **named, **fields)
+        return self.client.ask(ids, *names, return_tokens_as_token_ids=True, **fields)
 
-    def computed(self, ids: list[int]) -> Reply:
+    def computed(self, ids: list[int]) -> Answer:
         """Return the reply to a prompt of which everything is computed."""
-        reply = self.ask(ids, cartridges=False)
-        assert reply.cached_tokens == 0
-        return reply
+        return self.client.computed(ids, return_tokens_as_token_ids=True)
 
     def validate(self, tiers: str, *options: str) -> list[dict[str, Any]]:
         """Return the rows of `validate`, having seen that its exit status says the same; it takes its own cartridges away."""
-        common = [
-            "validate",
-            "--url",
-            self.client.url,
-            "--tier",
-            tiers,
-            "--home",
-            str(self.settings.home),
-            "--format",
-            "json",
-        ]
-        with redirect_stdout(io.StringIO()) as out:
-            status = main([*common, *options])
-        found = json.loads(out.getvalue())
-        assert status == (0 if found["passed"] else 1)
+        options = ("--url", self.client.url, "--tier", tiers, "--format", "json", *options)
+        ran = Cli(self.settings.home)("validate", *options)
+        found = json.loads(ran.out)
+        assert ran.status == (0 if found["passed"] else 1)
         left = [row.id for row in Registry(self.settings.registry_path).all()]
         assert not [name for name in left if name.startswith("trial-")], left
         return found["rows"]
@@ -139,7 +126,7 @@ def serve(
     if cell.start != "plan":
         launch = stock(settings.home, directory, STARTS[cell.start], path, (*options, "--enable-prompt-tokens-details"))
         assert "VLLM_PLUGINS" not in os.environ
-        with ServerProcess(launch, log, environment=PARALLEL) as server, Client(server.url, path) as client:
+        with ServerProcess(launch, log, environment=PARALLEL) as server, Asker(server.url, model=path) as client:
             yield Served(cell, client, path, model, settings, documents, text, question, log)
         assert "lmcache-cartridge's connector takes the place of LMCacheConnectorV1" in log.read_text()
         return

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,11 +13,11 @@ from typing import Any, NamedTuple
 import pytest
 from matrix import PARALLEL
 from processor import noise
-from recall.ward import ask
-from serving import SERVER_ARGS
+from recall.ward import Fact, ask
+from serving import SERVER_ARGS, faulty
 from templates import WARD
 from waiting import until
-from wards import MODEL, Asker, Ward, content, patients, write_ward
+from wards import MODEL, Answer, Asker, Ward, content, patients, write_ward
 
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make.model import CausalModel
@@ -67,26 +70,55 @@ class Served(NamedTuple):
     def named(self, asker: Asker | None = None, **query: str) -> set[str]:
         return {each["id"] for each in self.get(asker=asker, **query).raise_for_status().json()["data"]}
 
+    def delete(self, name: str, asker: Asker | None = None, **query: str) -> int:
+        """Delete a context; return the status."""
+        return (asker or self.asker).http.delete(f"{ROUTE}/{name}", params=query).status_code
+
+    def patch(self, name: str, asker: Asker | None = None, query: dict[str, str] | None = None, **body: Any) -> Any:
+        return (asker or self.asker).http.patch(f"{ROUTE}/{name}", json=body, params=query)
+
+    def naming(self, name: str, asker: Asker | None = None) -> int:
+        """Return the status of a completion behind a context."""
+        return (asker or self.asker).post(prompt="Q", max_tokens=1, cartridges=[name]).status_code
+
+    @contextmanager
+    def failing(self, **how: Any) -> Iterator[None]:
+        """Have the plugin fail so meanwhile."""
+        self.fault.write_text(json.dumps(how))
+        try:
+            yield
+        finally:
+            self.fault.unlink()
+
     def root(self, name: str) -> Path:
         """Return where a context lies."""
         root = Path(Registry(self.settings.registry_path, read_only=True).find(name).location)
         assert root.is_relative_to(self.settings.contexts_dir) and root.exists()
         return root
 
+    def kill(self) -> None:
+        """Kill the server and all that it has started, and they have."""
+        family = [self.pid]
+        for each in family:
+            family += map(int, Path(f"/proc/{each}/task/{each}/children").read_text().split())
+        for pid in reversed(family):
+            os.kill(pid, signal.SIGKILL)
+
     def places(self) -> set[Path]:
         """Return every directory of a context, half made ones too."""
         return set(self.settings.contexts_dir.glob("*/*"))
 
     def chats_right(self, name: str, ward: Ward, count: int = 8) -> None:
-        """Do so in a chat."""
-        for fact in ward.facts[:count]:
-            found = self.asker.chat(content(fact), name)
-            assert (found.text.strip(), found.cached_tokens >= len(ward.ids) // CHUNK * CHUNK) == (fact.value, True)
+        """Do as `right` does in a chat."""
+        self._all_right(ward, count, lambda fact: self.asker.chat(content(fact), name))
 
     def right(self, name: str, ward: Ward, count: int = 8, **extra: Any) -> None:
         """Ask facts behind a context, and see that each is answered right from its KV."""
+        self._all_right(ward, count, lambda fact: self.asker.complete(ask(fact, 0), name, **extra))
+
+    def _all_right(self, ward: Ward, count: int, answer: Callable[[Fact], Answer]) -> None:
         for fact in ward.facts[:count]:
-            found = self.asker.complete(ask(fact, 0), name, **extra)
+            found = answer(fact)
             assert (found.text.strip(), found.cached_tokens >= len(ward.ids) // CHUNK * CHUNK) == (fact.value, True)
 
 
@@ -99,13 +131,7 @@ def serving(
     template = home / "template.jinja"
     template.write_text(WARD)
     words = [*SERVER_ARGS, *options, "--chat-template", str(template), "--api-key", *KEYS]
-    launch = plan(MODEL, given, vllm_args=words, mode=mode, l1_bytes=256 << 20)
-    module = "lmcache_cartridge.engine.backend" if mode == "in-process" else "lmcache_cartridge.engine.l2"
-    faulty = "faulty" if mode == "in-process" else "faulty_l2"
-    launch = launch._replace(
-        yaml=launch.yaml.replace(module, faulty),
-        lmcache=launch.lmcache and [word.replace(module, faulty) for word in launch.lmcache],
-    )
+    launch = faulty(plan(MODEL, given, vllm_args=words, mode=mode, l1_bytes=256 << 20))
     fault = home / "fault.json"
     environment = PARALLEL | {"LMCACHE_FAULTY_FILE": str(fault)}
     with ExitStack() as stack:

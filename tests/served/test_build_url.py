@@ -15,7 +15,7 @@ from pathlib import Path
 
 import posting
 import pytest
-from posting import CHUNK, KEYS, ROUTE, Served
+from posting import CHUNK, KEYS, Served
 from recall.ward import ask, encode
 from waiting import until
 
@@ -96,7 +96,7 @@ def test_a_context_that_has_the_text_already_stays_as_it_is(served, tmp_path):
         served.right("mine", ward, 4)
         assert served.named() >= {"mine"} and len(served.places()) == 1
     finally:
-        served.asker.http.delete(f"{ROUTE}/mine")
+        served.delete("mine")
 
 
 def test_plain_prompts_are_answered_by_what_clients_had_made_too_and_nobody_hears_of_theirs(served, tmp_path):
@@ -120,7 +120,7 @@ def test_plain_prompts_are_answered_by_what_clients_had_made_too_and_nobody_hear
     until(asked)
     assert {asked() for _ in range(4)} == {saved}
     served.right(theirs["id"], ward, 4, cache_salt="theirs")
-    assert served.asker.http.delete(f"{ROUTE}/{theirs['id']}", params={"cache_salt": "theirs"}).status_code == 200
+    assert served.delete(theirs["id"], cache_salt="theirs") == 200
 
 
 def test_what_is_killed_half_way_leaves_nothing_on_the_server(served, tmp_path):
@@ -129,14 +129,11 @@ def test_what_is_killed_half_way_leaves_nothing_on_the_server(served, tmp_path):
     program = "import sys; from lmcache_cartridge.make import remote; from lmcache_cartridge.cli.main import main; "
     program += "remote.TTL_S = 1; main(sys.argv[1:])"
     words = _options(served, tmp_path, "--id", "killed", "--document", str(document))
-    served.fault.write_text(json.dumps({"capture_s": 0.5}))
-    try:
+    with served.failing(capture_s=0.5):
         building = subprocess.Popen([sys.executable, "-c", program, *words])
         until(served.places)
         building.send_signal(signal.SIGKILL)
         building.wait()
-    finally:
-        served.fault.unlink()
     until(lambda: not served.places())
     assert not (tmp_path / "cartridges").exists() or not list((tmp_path / "cartridges").glob("*/1"))
 
@@ -173,15 +170,5 @@ def test_files_of_a_context_go_to_whoever_made_it_and_no_others(served):
         assert sent.status_code == 404 and "secret" not in sent.text, file
     for name in ("..%2F", f"{made['id']}%2F.."):
         assert served.get(f"{name}/files/manifest.json").status_code == 404
-    assert served.asker.http.delete(f"{ROUTE}/{made['id']}").status_code == 200
+    assert served.delete(made["id"]) == 200
     assert served.get(f"{made['id']}/files/manifest.json").status_code == 404
-
-
-def test_a_text_that_a_server_does_not_take_is_refused_with_its_reason(served, tmp_path, monkeypatch, capsys):
-    (tmp_path / "ids.json").write_text(json.dumps([5] * 9000))
-    words = _options(served, tmp_path, "--id", "long", "--token-ids", str(tmp_path / "ids.json"))
-    assert main(words) == 1
-    assert "this has 9000" in capsys.readouterr().err
-    monkeypatch.setenv("VLLM_API_KEY", "wrong")
-    assert main(words) == 1
-    assert "401" in (said := capsys.readouterr().err) and "$VLLM_API_KEY" in said

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-import re
-import uuid
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,20 +13,20 @@ import pytest
 import torch
 from families import FAMILIES, make_model
 from making import make_artifact
-from serving import SERVER_ARGS, clear_lmcache
+from serving import clear_lmcache, faulty, serving
+from wards import Asker
 
 from lmcache_cartridge.artifact.manifest import Provenance
 from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.make.write import write_kv
-from lmcache_cartridge.serve.launch import Launch, plan
-from lmcache_cartridge.serve.processes import SMALL, ServerProcess
+from lmcache_cartridge.serve.processes import SMALL
 from lmcache_cartridge.settings import Settings, from_mapping
 
 torch.set_num_threads(1)
 CHUNK, POSITIONS = 64, 192
-ARGS = [*SERVER_ARGS, "--max-model-len", "2048", "--block-size", "32"]
+OPTIONS = ["--max-model-len", "2048", "--block-size", "32"]
 LENGTHS = {
     **dict.fromkeys(("p0", "p1", "p2", "p3", "p4", "p5", "p6", "t0", "t1", "t2", "t3", "plain"), POSITIONS),
     "odd": 150, "short": 50,
@@ -39,65 +35,41 @@ LENGTHS = {
 
 
 class Served(NamedTuple):
-    http: httpx.Client
+    asker: Asker
     model: Path
     settings: Settings
     faults: Path
     """Says what `faulty` does wrong."""
-    ids: dict[str, list[int]]
-    forget: Callable[[], None]
-    """Has LMCache ask for every chunk again."""
 
-    def ask(self, *names: str, **extra: Any) -> httpx.Response:
-        body = {"model": str(self.model), "prompt": [100, 101, 102], "max_tokens": 2, "temperature": 0, "logprobs": 5}
-        body["cache_salt"] = uuid.uuid4().hex  # else vLLM has the blocks of the request before
-        return self.http.post("/v1/completions", json=body | ({"cartridges": list(names)} if names else {}) | extra)
+    def ask(self, *names: str) -> httpx.Response:
+        return self.asker.post(prompt=[100, 101, 102], cartridges=names, max_tokens=2, temperature=0, logprobs=5)
 
     def count(self, name: str, outcome: str) -> float:
-        found = re.findall(
-            rf'^lmcache_cartridge_{name}_total{{outcome="{outcome}"}} (\S+)$', self.metrics(), re.MULTILINE
-        )
-        return sum(map(float, found))
-
-    def metrics(self) -> str:
-        return self.http.get("/metrics").text
-
-    def state(self, name: str) -> dict[str, Any]:
-        return self.http.get(f"/v1/cartridges/{name}").json()
+        return self.asker.metric(f'lmcache_cartridge_{name}_total{{outcome="{outcome}"}}')
 
 
 @pytest.fixture(scope="module")
-def faulty_launch():
-    """Return how a server whose plugin is `faulty` is started; `test_l2_canary` has another one."""
-
-    def launch(model: str, settings: Settings) -> Launch:
-        launch = plan(model, settings, chunk_tokens=CHUNK, on_load_failure="fail", vllm_args=ARGS)
-        return launch._replace(yaml=launch.yaml.replace("lmcache_cartridge.engine.backend", "faulty"))
-
-    return launch
+def mode():
+    """How LMCache runs; `test_l2_canary` has the other one."""
+    return "in-process"
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory, faulty_launch):
+def served(tmp_path_factory, mode):
     home = tmp_path_factory.mktemp("home")
     config = FAMILIES["smollm3"]()
     config.no_rope_layers = [0, 1, 0, 1]  # which rotate; of a model with four layers the last one alone says little
     directory = make_model(home / "model", config, torch.bfloat16)
     settings, model = from_mapping({"home": home, "cpu_bytes": 64 << 20}), CausalModel(str(directory))
-    registry = Registry(settings.registry_path)
-    ids = {name: random.Random(name).choices(range(10, 640), k=length) for name, length in LENGTHS.items()}
-    for name in LENGTHS:
+    for name, length in LENGTHS.items():
         root = settings.cartridges_dir / name
-        _write(model, root, name, ids[name])
-        registry.register(root)
+        _write(model, root, name, random.Random(name).choices(range(10, 640), k=length))
+        Registry(settings.registry_path).register(root)
     faults = home / "faults.json"
-    environment = SMALL | {"LMCACHE_FAULTY_FILE": str(faults)}
-    launch = faulty_launch(str(directory), settings)
-    with (
-        ServerProcess(launch, home / "log", environment=environment) as server,
-        httpx.Client(base_url=server.url, timeout=120) as client,
-    ):
-        yield Served(client, directory, settings, faults, ids, partial(clear_lmcache, launch))
+    given = {"environment": SMALL | {"LMCACHE_FAULTY_FILE": str(faults)}, "change": faulty, "mode": mode,
+             "chunk_tokens": CHUNK, "on_load_failure": "fail"}  # fmt: skip
+    with serving(settings, home / "log", str(directory), *OPTIONS, **given) as asker:
+        yield Served(asker, directory, settings, faults)
 
 
 def _write(model: CausalModel, root: Path, name: str, ids: list[int]) -> None:
@@ -117,14 +89,14 @@ def broken(served):
 
     def switch(**faults: Any) -> None:
         served.faults.write_text(json.dumps(faults))
-        served.forget()
+        clear_lmcache(served.asker.launch)
 
     yield switch
     switch()
 
 
 class CanaryTests:
-    """In each way LMCache runs: a subclass and a `faulty_launch` for each."""
+    """In each way LMCache runs: a subclass and a `mode` for each."""
 
     def test_a_sound_engine_passes_once_and_the_canary_is_no_request(self, served):
         used, passed = served.count("requests", "used"), served.count("canaries", "passed")
@@ -135,7 +107,7 @@ class CanaryTests:
                 assert reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == POSITIONS
         assert served.count("requests", "used") == used + 6
         assert served.count("canaries", "passed") == passed + 2
-        assert (served.state("p0")["canary"], served.state("p1")["canary"]) == ("passed", None)
+        assert (served.asker.state("p0")["canary"], served.asker.state("p1")["canary"]) == ("passed", None)
 
     def test_requests_that_come_together_wait_for_one_canary(self, served):
         passed = served.count("canaries", "passed")
@@ -160,7 +132,7 @@ class CanaryTests:
             assert reply.status_code == 200, reply.text
             assert "served=document" not in reply.headers["x-cartridges"], reply.headers["x-cartridges"]
             assert reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == injected
-        assert served.state("odd")["canary"] == "passed"
+        assert served.asker.state("odd")["canary"] == "passed"
 
     def test_chunks_in_another_layout_are_found_before_anybody_gets_an_answer(self, served, broken):
         broken(unpacked=True)
@@ -177,7 +149,7 @@ class CanaryTests:
             assert (reply.json()["usage"]["prompt_tokens_details"] or {}).get("cached_tokens", 0) in (0, None)
         assert served.count("canaries", "failed") == failed + 2
         for name in ("t1", "p2"):
-            state = served.state(name)
+            state = served.asker.state(name)
             assert (state["state"], state["canary"]) == ("refused", "failed")
             assert "logprobs differ" in state["reason"]
         broken()
@@ -201,7 +173,7 @@ class TestCanary(CanaryTests):
     def test_validate_compares_what_engine_and_transformers_compute(self, served, capsys):
         """The tiers that no cell of the matrix is asked."""
         options = ["--model", str(served.model), "--home", str(served.settings.home), "--chunk-size", str(CHUNK)]
-        asked = ["--url", str(served.http.base_url), "--tier=-1,3", "--format", "json"]
+        asked = ["--url", served.asker.url, "--tier=-1,3", "--format", "json"]
         assert main(["validate", *options, *asked]) == 0
         rows = json.loads(capsys.readouterr().out)["rows"]
         assert {(row["tier"], row["result"]) for row in rows} == {(tier, "pass") for tier in ("noise", "-1", "3")}, rows

@@ -20,7 +20,7 @@ from cells import TP
 from making import flip_bit
 from posting import CHUNK, KEYS, NOISE, ROUTE, serving
 from recall.ward import ask, encode
-from serving import SERVER_ARGS, Client, difference
+from serving import SERVER_ARGS, difference
 from waiting import until
 from wards import MODEL, Asker, content
 
@@ -55,13 +55,10 @@ def wrong(served):
     """Texts of which the engine hands out wrong KV, by the id of each context."""
     texts = {how: served.wards["second"].ids[: 3 * CHUNK + i] for i, how in enumerate(("swapped", "late"))}
     before = served.named()
-    try:
-        for how, ids in texts.items():
-            served.fault.write_text(json.dumps({"captured": how}))
+    for how, ids in texts.items():
+        with served.failing(captured=how):
             reply = served.post(token_ids=ids, id=how)
             until(lambda: "set aside" in (reply if reply.status_code != 202 else served.get(how)).text)  # noqa: B023
-    finally:
-        served.fault.unlink()
     assert served.named() == before
     return texts
 
@@ -79,11 +76,9 @@ def test_a_text_is_sent_once_and_then_answers_as_if_it_stood_in_the_prompt(serve
     manifest = load_manifest(served.root(first["id"]))
     assert (manifest.digest, manifest.kind, manifest.positions) == (first["digest"], "prefill", len(ward.ids))
     assert len(manifest.canary.after) == 4
-    with Client(str(served.asker.http.base_url), MODEL) as client:
-        client._http.headers["Authorization"] = f"Bearer {KEYS[0]}"
-        for question in [encode(ask(fact, 0)) for fact in ward.facts[:4]]:
-            found = client.ask_with([first["id"]], question)
-            assert difference(found, client.computed([*ward.ids, *question])) < NOISE
+    for question in [encode(ask(fact, 0)) for fact in ward.facts[:4]]:
+        found = served.asker.ask(question, first["id"])
+        assert difference(found, served.asker.computed([*ward.ids, *question])) < NOISE
 
 
 def test_what_the_readme_types_in_python_works(served, tmp_path):
@@ -123,34 +118,18 @@ def test_a_context_has_the_id_and_labels_that_its_maker_gives_and_says_how_it_wa
     made = served.made(document=ward.document.text, id="handbook", labels=["book", "latest"])
     for name in ("handbook", "handbook@1", "book", "latest"):
         served.right(name, ward, 2)
-    changed = served.asker.http.patch(f"{ROUTE}/handbook", json={"labels": ["book"], "ttl": 60})
+    changed = served.patch("handbook", labels=["book"], ttl=60)
     assert changed.status_code == 200 and changed.json()["expires_at"] < made["expires_at"] - 3000
-    assert served.asker.http.post("/v1/completions", json=_naming("latest")).status_code == 404
+    assert served.naming("latest") == 404
     until(lambda: served.get("handbook").json()["uses"] == 8)
     assert served.get("handbook").json()["last_used_at"] >= made["created_at"]
     root = served.root("handbook")
-    assert served.asker.http.delete(f"{ROUTE}/handbook").json()["deleted"] is True
+    assert served.delete("handbook") == 200
     for name in ("handbook", "book"):
-        assert served.asker.http.post("/v1/completions", json=_naming(name)).status_code == 404
+        assert served.naming(name) == 404
     assert served.get("handbook").status_code == 404 and "handbook" not in served.named()
     assert not root.exists()
     assert "book" not in Registry(served.settings.registry_path, read_only=True).labels()
-
-
-def test_a_context_stands_behind_another(served):
-    salt, sheets = {"cache_salt": "chain"}, [served.wards[name] for name in ("third", "fourth")]
-    names = [served.made(document=ward.document.text, **salt)["id"] for ward in sheets]
-    whole = sum(len(ward.ids) for ward in sheets) // CHUNK * CHUNK
-    for chain in (names, names[::-1]):
-        for fact in [fact for ward in sheets for fact in ward.facts[:3]]:
-            found = served.asker.complete(ask(fact, 0), chain, **salt)
-            assert (found.text.strip(), found.cached_tokens >= whole) == (fact.value, True)
-    for name in names:
-        assert served.asker.http.delete(f"{ROUTE}/{name}", params=salt).status_code == 200
-
-
-def _naming(name: str, **extra: Any) -> dict[str, Any]:
-    return {"model": MODEL, "prompt": "Q", "max_tokens": 1, "cartridges": [name]} | extra
 
 
 def test_whoever_made_a_context_alone_can_name_list_or_delete_it(served, first):
@@ -176,14 +155,14 @@ def test_whoever_made_a_context_alone_can_name_list_or_delete_it(served, first):
         refused("/v1/cartridges/tokens", **plain, cartridges=[hidden])
         refused(f"{ROUTE}/{hidden}/preload")
         assert served.get(hidden, asker, **extra).status_code == 404
-        assert asker.http.patch(f"{ROUTE}/{hidden}", json={"ttl": 1}, params=extra).status_code == 404
-        assert asker.http.delete(f"{ROUTE}/{hidden}", params=extra).status_code == 404
+        assert served.patch(hidden, asker, extra, ttl=1).status_code == 404
+        assert served.delete(hidden, asker, **extra) == 404
         assert hidden.partition("@")[0] not in served.named(asker, **extra)
     assert {name, "salted"} <= served.named(cache_salt="mine")
     same = served.post(served.other, document=served.wards["first"].document.text).json()
     assert same["id"] != name, "another tenant's is made anew"
-    assert served.asker.http.delete(f"{ROUTE}/salted", params={"cache_salt": "mine"}).status_code == 200
-    assert served.other.http.delete(f"{ROUTE}/{same['id']}").status_code in (200, 404)
+    assert served.delete("salted", cache_salt="mine") == 200
+    assert served.delete(same["id"], served.other) in (200, 404)
 
 
 def test_messages_are_kept_as_the_beginning_of_a_chat(served, first):
@@ -192,6 +171,9 @@ def test_messages_are_kept_as_the_beginning_of_a_chat(served, first):
     made = served.made(**body, id="chat")
     assert made["digest"] != first["digest"], "requests go on with them otherwise"
     served.chats_right("chat", ward)
+    asked = {"model": MODEL, "input": content(ward.facts[0]), "max_output_tokens": 1, "temperature": 0}
+    said = served.asker.openai.responses.create(**asked, extra_body={"cartridges": ["chat"]})
+    assert said.output_text.strip() == ward.facts[0].value
     manifest = load_manifest(served.root("chat"))
     assert [(each.role, each.content) for each in manifest.chat.messages] == [("system", ward.document.text[-200:])]
     assert served.post(**body).json()["id"] == "chat"
@@ -199,7 +181,7 @@ def test_messages_are_kept_as_the_beginning_of_a_chat(served, first):
     served.made(messages=[*body["messages"], *turns], id="turns", chat_template_kwargs={"tools": None})
     served.chats_right("turns", ward, 4)
     for name in ("chat", "turns"):
-        assert served.asker.http.delete(f"{ROUTE}/{name}").status_code == 200
+        assert served.delete(name) == 200
 
 
 def test_a_prompt_that_begins_with_the_text_is_not_answered_from_it(served, first):
@@ -223,7 +205,7 @@ def test_a_request_in_flight_ends_as_it_began_when_the_time_of_its_context_is_ov
     ) as raw:  # fmt: skip
         events = raw.parse()
         pieces.append(next(iter(events)).choices[0].text)
-        assert served.asker.http.patch(f"{ROUTE}/{made['id']}", json={"ttl": 0.1}).status_code == 200
+        assert served.patch(made["id"], ttl=0.1).status_code == 200
         until(lambda: served.get(made["id"]).status_code == 404)
         pieces += [event.choices[0].text for event in events if event.choices]
     assert "".join(pieces) == whole
@@ -237,15 +219,14 @@ def test_a_text_that_comes_again_just_when_its_time_is_over_or_it_is_deleted_is_
     made = served.made(token_ids=ids)
     with ThreadPoolExecutor(5) as pool:
         for is_deleted in (False, True):
-            place, http = f"{ROUTE}/{made['id']}", served.asker.http
-            gone = pool.submit(http.delete, place) if is_deleted else http.patch(place, json={"ttl": 0.001})
+            gone = pool.submit(served.delete, made["id"]) if is_deleted else served.patch(made["id"], ttl=0.001)
             told = list(pool.map(lambda _: served.post(token_ids=ids), range(4)))
             # Who found it and then not any more is to come again.
             assert {reply.status_code for reply in told} <= {200, 202, *[503] * is_deleted}, told[0].text
-            assert not is_deleted or gone.result().status_code == 200
+            assert not is_deleted or gone.result() == 200
             before, made = made, served.made(token_ids=ids)
             assert made["id"] != before["id"] and served.root(made["id"]).exists()
-    assert served.asker.http.delete(f"{ROUTE}/{made['id']}").status_code == 200
+    assert served.delete(made["id"]) == 200
 
 
 def test_a_text_whose_bytes_went_wrong_is_sound_once_it_is_made_again(served):
@@ -255,7 +236,7 @@ def test_a_text_whose_bytes_went_wrong_is_sound_once_it_is_made_again(served):
     flip_bit(payload := served.root(made["id"]) / "payload.safetensors", payload.stat().st_size - 9)
     assert served.asker.complete(question, made["id"], cache_salt="wrong").cached_tokens == 0
     assert served.get(made["id"]).json()["state"] == "quarantined"
-    assert served.asker.http.delete(f"{ROUTE}/{made['id']}").status_code == 200
+    assert served.delete(made["id"]) == 200
     again = served.made(token_ids=ids)
     assert again["digest"] == made["digest"]
     assert served.asker.complete(question, again["id"], cache_salt="sound").cached_tokens == len(ids)
@@ -317,7 +298,7 @@ def test_hundreds_of_texts_at_once_are_made_in_turn_or_told_to_come_again(served
 
     def end() -> None:
         for name in served.named() - {first["id"]}:
-            served.asker.http.delete(f"{ROUTE}/{name}")
+            served.delete(name)
 
     end()
     # They are made in turn, and those not made yet are in no list: behind this one none waits.
@@ -334,61 +315,50 @@ def test_a_text_that_was_not_made_is_soon_gone_and_can_be_made(served, wrong):
 
 
 def test_what_was_made_and_refused_is_counted(served):
-    def numbers() -> dict[str, float]:
-        text = served.asker.http.get("/metrics").text
-        rows = re.findall(r"^lmcache_cartridge_(context\w+)(?:\{(.*)\})? (\S+)$", text, re.MULTILINE)
-        return {" ".join([name, *re.findall(r'outcome="(\w+)"', labels)]): float(value) for name, labels, value in rows}
+    def counted() -> list[float]:
+        total = 'lmcache_cartridge_contexts_total{outcome="'
+        return [served.asker.metric(f"{total}{outcome}") for outcome in ("made", "failed", "refused")]
 
-    before = numbers()
+    before = counted()
     made = served.made(token_ids=served.wards["fourth"].ids[5 : CHUNK + 9])
     registry = Registry(served.settings.registry_path, read_only=True)
-    until(lambda: numbers()["context_bytes"] == sum(row.bytes for row in registry.all()) >= made["bytes"])
+    until(
+        lambda: (
+            served.asker.metric("lmcache_cartridge_context_bytes")
+            == sum(row.bytes for row in registry.all())
+            >= made["bytes"]
+        )
+    )
     assert served.post(token_ids=[]).status_code == 400
-    served.fault.write_text(json.dumps({"captured": "swapped"}))
-    try:
+    with served.failing(captured="swapped"):
         served.post(token_ids=served.wards["fourth"].ids[: 2 * CHUNK])
-        until(lambda: numbers()["contexts_total failed"] > before["contexts_total failed"])
-    finally:
-        served.fault.unlink()
-    counts = [f"contexts_total {outcome}" for outcome in ("made", "failed", "refused")]
-    assert [numbers()[name] - before[name] for name in counts] == [1, 1, 1]
+        until(lambda: counted()[1] > before[1])
+    assert counted() == [count + 1 for count in before]
 
 
 def test_a_client_that_leaves_has_its_context_made_all_the_same_and_others_wait_for_it(served):
     ward = served.wards["third"]
     text = ward.document.text[: len(ward.document.text) // 4 * 3]
     fact = next(fact for fact in ward.facts if f"{fact.patient}: " in text[: len(text) // 2])
-    served.fault.write_text(json.dumps({"capture_s": 0.6}))
-    try:
-        with pytest.raises(Exception, match="timed out"):
+    with served.failing(capture_s=0.6):
+        with pytest.raises(httpx.TimeoutException):
             served.asker.http.post(ROUTE, json={"document": text, "id": "left"}, timeout=0.5)
         until(lambda: served.get("left").status_code == 200)
         assert served.get("left").json()["state"] == "making" and "left" not in served.named()
         found = served.asker.complete(ask(fact, 0), "left")
         assert (found.text.strip(), found.cached_tokens >= 2 * CHUNK) == (fact.value, True)
-    finally:
-        served.fault.unlink()
     assert "left" in served.named()
 
 
 def test_a_server_that_is_killed_lists_nothing_half_made_and_keeps_what_was_answered(tmp_path, wards):
     """In this mode there is more to kill."""
-    with serving(tmp_path, wards, "multiprocess") as served:
+    with serving(tmp_path, wards, "multiprocess") as served, ThreadPoolExecutor(1) as pool:
         kept = served.made(document=wards["first"].document.text)
-        served.fault.write_text(json.dumps({"capture_s": 1.0}))
-        reply: list[Any] = []
-        thread = threading.Thread(
-            target=lambda: _quietly(
-                lambda: reply.append(served.post(document=wards["second"].document.text, id="half"))
-            )
-        )
-        thread.start()
-        until(lambda: served.get("half").status_code == 200 and served.get("half").json()["done"] >= CHUNK)
-        for pid in reversed(_family(served.pid)):
-            os.kill(pid, signal.SIGKILL)
-        thread.join()
-        assert not reply and len(served.places()) == 2, "something was half made"
-        served.fault.unlink()
+        with served.failing(capture_s=1.0):
+            posted = pool.submit(served.post, document=wards["second"].document.text, id="half")
+            until(lambda: served.get("half").status_code == 200 and served.get("half").json()["done"] >= CHUNK)
+            served.kill()
+            assert posted.exception() is not None and len(served.places()) == 2, "something was half made"
     with serving(tmp_path, wards, "multiprocess", ("--shutdown-timeout", "120"), contexts_count=2) as served:
         assert served.named() == {kept["id"]}
         served.right(kept["id"], wards["first"])
@@ -398,7 +368,7 @@ def test_a_server_that_is_killed_lists_nothing_half_made_and_keeps_what_was_answ
         served.right("half", wards["second"])
         full = served.post(document=wards["third"].document.text)
         assert full.status_code == 507 and kept["id"] in full.text and made["id"] in full.text
-        served.asker.http.delete(f"{ROUTE}/half").raise_for_status()
+        assert served.delete("half") == 200
         served.fault.write_text(json.dumps({"capture_s": 1.5}))
         assert served.post(document=wards["third"].document.text, id="late").status_code == 202
         os.kill(served.pid, signal.SIGTERM)  # and it ends what it has begun
@@ -412,21 +382,6 @@ def test_two_ranks_hand_over_each_its_head(tmp_path, wards, mode):
         made = served.made(document=wards["first"].document.text)
         assert len(load_manifest(served.root(made["id"])).payload.checksums[0]) == 2
         served.right(made["id"], wards["first"])
-
-
-def _family(pid: int) -> list[int]:
-    """Return a process and all that it has started, and they have."""
-    found = [pid]
-    for each in found:
-        found += [int(child) for child in Path(f"/proc/{each}/task/{each}/children").read_text().split()]
-    return found
-
-
-def _quietly(call: Any) -> None:
-    try:
-        call()
-    except Exception:
-        return
 
 
 def test_contexts_need_an_lmcache_that_saves(tmp_path):

@@ -5,10 +5,7 @@ The library is on S3, and in a directory where a server is killed.
 
 from __future__ import annotations
 
-import json
 import os
-import signal
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -20,7 +17,6 @@ import pytest
 from posting import CHUNK, KEYS, ROUTE, Served, serving
 from recall.ward import ask, encode
 from s3 import MotoServer
-from test_contexts import _family, _naming, _quietly
 from test_marks import message, turns
 from waiting import until
 from wards import Ward
@@ -77,7 +73,7 @@ def pair(tmp_path_factory, bucket, moto_server, wards):
 def _gone(bucket: Bucket, name: str, *servers: Served) -> None:
     for server in servers:
         until(lambda server=server: server.get(name).status_code == 404)
-        assert server.asker.http.post("/v1/completions", json=_naming(name)).status_code == 404
+        assert server.naming(name) == 404
         assert name not in server.named()
     until(lambda: name not in bucket.ids())
 
@@ -125,7 +121,7 @@ def test_a_chat_that_one_server_keeps_goes_on_at_the_other(pair, bucket):
         two.chats_right(made["id"], ward)
         one.chats_right(made["id"], ward, 2)
         assert two.post(**body).json()["id"] == made["id"]
-        assert two.asker.http.delete(f"{ROUTE}/{made['id']}").status_code == 200
+        assert two.delete(made["id"]) == 200
         _gone(bucket, made["id"], two, one)
         whole, others = len(ward.ids) // CHUNK * CHUNK, two.named()
         first = message(one.asker, turns(ward.document.text, ward.facts[0]), **salt)
@@ -135,24 +131,7 @@ def test_a_chat_that_one_server_keeps_goes_on_at_the_other(pair, bucket):
             found = message(two.asker, turns(ward.document.text, fact), **salt)
             assert (found.text.strip(), found.created) == (fact.value, 0) and found.used and found.read >= whole, found
         for name in two.named(**salt) - others:
-            assert two.asker.http.delete(f"{ROUTE}/{name}", params=salt).status_code == 200
-
-
-def test_whoever_names_a_context_while_it_is_made_waits_for_it_on_the_server_that_makes_it(pair):
-    one, two = pair
-    ward = one.wards["fourth"]
-    one.fault.write_text(json.dumps({"capture_s": 0.5}))
-    try:
-        with ThreadPoolExecutor(1) as pool:
-            making = pool.submit(one.post, document=ward.document.text, id="ctx-named")
-            until(lambda: one.get("ctx-named").json().get("state") == "making")
-            for unaware in (one.other, two.asker):
-                assert unaware.http.post("/v1/completions", json=_naming("ctx-named")).status_code == 404
-            one.right("ctx-named", ward, 2)
-            assert making.result().status_code in (200, 202)
-    finally:
-        one.fault.unlink()
-    assert one.asker.http.delete(f"{ROUTE}/ctx-named").status_code == 200
+            assert two.delete(name, **salt) == 200
 
 
 def test_for_others_there_is_none_of_the_name_on_any_server(pair):
@@ -164,12 +143,12 @@ def test_for_others_there_is_none_of_the_name_on_any_server(pair):
         served.right(made["id"], ward, 4, cache_salt="mine")
         for asker in (served.asker, served.other):
             place = f"{LIBRARY}/cartridges/{made['id']}/1/{made['digest'][:16]}"
-            assert asker.http.post("/v1/completions", json=_naming(place)).status_code == 404
+            assert served.naming(place, asker) == 404
             for name in (made["id"], "of-mine", f"{made['id']}@1"):
-                assert asker.http.post("/v1/completions", json=_naming(name)).status_code == 404
+                assert served.naming(name, asker) == 404
                 assert served.get(name, asker).status_code == 404
-            assert asker.http.patch(f"{ROUTE}/{made['id']}", json={"ttl": 1}).status_code == 404
-            assert asker.http.delete(f"{ROUTE}/{made['id']}").status_code == 404
+            assert served.patch(made["id"], asker, ttl=1).status_code == 404
+            assert served.delete(made["id"], asker) == 404
             assert asker.http.get(f"{ROUTE}/{made['id']}/files/manifest.json").status_code == 404
             assert made["id"] not in served.named(asker)
         fact = ward.facts[0]
@@ -178,7 +157,7 @@ def test_for_others_there_is_none_of_the_name_on_any_server(pair):
             assert (found.text.strip(), found.cached_tokens, found.used) == (fact.value, 0, None)
     forged = one.post(token_ids=ward.ids[:CHUNK], labels=["ctx.x"])
     assert forged.status_code == 400 and "may begin with ctx." in forged.text
-    assert two.asker.http.delete(f"{ROUTE}/{made['id']}", params={"cache_salt": "mine"}).status_code == 200
+    assert two.delete(made["id"], cache_salt="mine") == 200
 
 
 def test_a_text_is_posted_at_any_server_just_after_another_has_kept_or_removed_it(pair):
@@ -187,12 +166,12 @@ def test_a_text_is_posted_at_any_server_just_after_another_has_kept_or_removed_i
     until(lambda: two.get(made["id"]).status_code == 200)
     for ttl in range(1000, 1003):
         for served in pair:
-            assert served.asker.http.patch(f"{ROUTE}/{made['id']}", json={"ttl": ttl}).status_code == 200
+            assert served.patch(made["id"], ttl=ttl).status_code == 200
             again = served.post(**body)
             assert (again.status_code, again.json().get("id")) == (200, made["id"]), again.text
-    assert one.asker.http.delete(f"{ROUTE}/{made['id']}").status_code == 200
+    assert one.delete(made["id"]) == 200
     again = two.made(**body)
-    assert again["id"] != made["id"] and two.asker.http.delete(f"{ROUTE}/{again['id']}").status_code == 200
+    assert again["id"] != made["id"] and two.delete(again["id"]) == 200
 
 
 def test_what_is_deleted_or_has_expired_is_gone_from_every_server_and_from_the_library(pair, bucket):
@@ -201,15 +180,15 @@ def test_what_is_deleted_or_has_expired_is_gone_from_every_server_and_from_the_l
     made = one.made(document=text, id="ctx-third", labels=["third"])
     until(lambda: two.get("third").status_code == 200)
     two.right("third", one.wards["third"], 4)
-    assert two.asker.http.patch(f"{ROUTE}/ctx-third", json={"labels": [], "ttl": 600}).status_code == 200
+    assert two.patch("ctx-third", labels=[], ttl=600).status_code == 200
     until(lambda: one.get("ctx-third").json()["expires_at"] < made["expires_at"] - 1000)
     until(lambda: one.get("third").status_code == 404)
-    assert two.asker.http.delete(f"{ROUTE}/ctx-third").status_code == 200
+    assert two.delete("ctx-third") == 200
     _gone(bucket, "ctx-third", two, one)
     again = two.made(document=text)
     until(lambda: one.get(again["id"]).status_code == 200)
     one.right(again["id"], one.wards["third"], 4)
-    assert two.asker.http.patch(f"{ROUTE}/{again['id']}", json={"ttl": 0.5}).status_code == 200
+    assert two.patch(again["id"], ttl=0.5).status_code == 200
     _gone(bucket, again["id"], one, two)
     reply = two.post(token_ids=[7] * CHUNK, id="third")
     assert reply.status_code == 400 and "begins with ctx-" in reply.text
@@ -230,15 +209,12 @@ def test_a_server_that_is_killed_while_it_publishes_leaves_nothing_half_made(tmp
         return {path.parts[-3] for path in library.glob("cartridges/*/*/*")}
 
     with _serving(tmp_path / "other", library, wards, roots=(str(library),)) as other:
-        with _serving(tmp_path / "killed", library, wards) as served:
+        with _serving(tmp_path / "killed", library, wards) as served, ThreadPoolExecutor(1) as pool:
             kept = served.made(document=wards["first"].document.text)
             text = wards["second"].document.text
-            thread = threading.Thread(target=lambda: _quietly(lambda: served.post(document=text, id="ctx-half")))
-            thread.start()
+            pool.submit(served.post, document=text, id="ctx-half")
             until(lambda: "ctx-half" in places())
-            for pid in reversed(_family(served.pid)):
-                os.kill(pid, signal.SIGKILL)
-            thread.join()
+            served.kill()
         killed_s = time.time()
         until(lambda: (other.get().json()["library"]["seen"] or 0) > killed_s and kept["id"] in other.named())
         other.right(kept["id"], wards["first"])
@@ -254,8 +230,8 @@ def test_a_server_that_is_killed_while_it_publishes_leaves_nothing_half_made(tmp
                 served.made(document=text, id="ctx-half")
                 served.right("ctx-half", wards["second"])
             (place,) = map(str, library.glob(f"cartridges/{kept['id']}/1/*"))
-            assert other.asker.http.post("/v1/completions", json=_naming(place)).status_code == 404
-            assert served.asker.http.delete(f"{ROUTE}/{kept['id']}").status_code == 200
+            assert other.naming(place) == 404
+            assert served.delete(kept["id"]) == 200
             until(lambda: other.get(kept["id"]).status_code == 404)
             assert places() == {"ctx-half"} and not list(library.glob(f"cartridges/{kept['id']}*"))
 

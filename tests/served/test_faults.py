@@ -6,9 +6,7 @@ import itertools
 import json
 import random
 import re
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,20 +14,19 @@ import httpx
 import openai
 import pytest
 from making import flip_bit
-from recall.ward import NAMES, ask, encode, write_document
-from serving import clear_lmcache
-from wards import MODEL, Answer, Asker, Ward, prefill, register, sure
+from recall.ward import NAMES, ask, encode
+from serving import clear_lmcache, faulty, serving
+from wards import MODEL, Answer, Asker, Ward, prefill, register, sure, write_ward
 
 from lmcache_cartridge.artifact import reading
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make.model import CausalModel
-from lmcache_cartridge.serve.launch import Launch, plan
-from lmcache_cartridge.serve.processes import SMALL, ServerProcess
+from lmcache_cartridge.serve.processes import SMALL
 from lmcache_cartridge.settings import Settings, from_mapping
 
 CHUNK, POSITIONS = 64, 1024
 CHUNKS = 0, 15
-ARGS = ["--max-model-len", "2304", "--enforce-eager", "--kv-cache-memory-bytes", str(12 << 20), "--max-num-seqs", "16"]
+ARGS = ["--max-model-len", "2304", "--kv-cache-memory-bytes", str(12 << 20), "--max-num-seqs", "16"]
 
 
 class Served(NamedTuple):
@@ -37,35 +34,27 @@ class Served(NamedTuple):
     model: CausalModel
     settings: Settings
     faults: Path
-    """Says what `faulty.CartridgeBackend` does wrong."""
+    """Says what `faulty` does wrong."""
     sound: dict[str, Ward]
     """`trained` has no document, `whole` has one, `prefill` is its own."""
-    forget: Callable[[], None]
-    """Has LMCache ask for every chunk again."""
 
-    def metric(self, name: str) -> float:
-        """Return the sum of a counter of the server's."""
-        text = self.asker.http.get("/metrics").text
-        return sum(float(v) for v in re.findall(rf"^{re.escape(name)}{{[^}}]*}} (\S+)$", text, re.MULTILINE))
+    def forget(self) -> None:
+        """Have LMCache ask for every chunk again."""
+        clear_lmcache(self.asker.launch)
 
     def sampled(self) -> float:
         """Return how many tokens the engine has sampled so far."""
-        return self.metric("vllm:generation_tokens_total")
+        return self.asker.metric("vllm:generation_tokens_total")
 
 
 @pytest.fixture(scope="module")
-def faulty_launch():
-    """Return how a server whose plugin is `faulty` is started; `test_l2_faults` has another one."""
-
-    def launch(settings: Settings) -> Launch:
-        launch = plan(MODEL, settings, chunk_tokens=CHUNK, on_load_failure="fail", vllm_args=ARGS)
-        return launch._replace(yaml=launch.yaml.replace("lmcache_cartridge.engine.backend", "faulty"))
-
-    return launch
+def planned():
+    """Options and more that a server is planned with; `test_l2_faults` has others."""
+    return [], {"change": faulty}
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory, faulty_launch):
+def served(tmp_path_factory, planned):
     home = tmp_path_factory.mktemp("home")
     # Memory for two cartridges and a half. No canary, so that plain prompts meet the faults from the first on.
     settings = from_mapping(
@@ -79,20 +68,14 @@ def served(tmp_path_factory, faulty_launch):
     faults = home / "faults.json"
     environment = SMALL | {"LMCACHE_FAULTY_FILE": str(faults)}
     environment["VLLM_SERVER_DEV_MODE"] = "1"  # its prefix cache can be reset
-    launch = faulty_launch(settings)
-    with (
-        ServerProcess(launch, home / "log", environment=environment) as server,
-        Asker(server.url) as asker,
-    ):
-        yield Served(asker, model, settings, faults, sound, partial(clear_lmcache, launch))
+    options, more = planned
+    given = {"environment": environment, "chunk_tokens": CHUNK, "on_load_failure": "fail"} | more
+    with serving(settings, home / "log", MODEL, *ARGS, *options, **given) as asker:
+        yield Served(asker, model, settings, faults, sound)
 
 
 def _ward(model: CausalModel, seed: str) -> Ward:
-    """Return a sheet with a few facts of its first positions that the model is sure of."""
-    document = write_document(random.Random(seed), POSITIONS, NAMES)
-    ids = model.encode(document.text, special=True)[:POSITIONS]
-    facts = random.Random(seed).sample(document.facts[:150], 6)
-    return Ward(document, ids, sure(model, prefill(model, ids), facts))
+    return write_ward(model, NAMES, seed, tokens=POSITIONS, positions=POSITIONS, facts=6)
 
 
 def _register(model: CausalModel, settings: Settings, name: str, ward: Ward) -> None:
@@ -129,8 +112,7 @@ def _ask(served: Served, name: str, ward: Ward, **extra: Any) -> Answer:
 
 def _stream(served: Served, name: str, ward: Ward) -> Answer:
     served.forget()
-    reply, _ = served.asker.stream(ask(ward.facts[0], 0), name, tokens=1, cache_salt=f"s{next(_salts)}")
-    return reply
+    return served.asker.stream(ask(ward.facts[0], 0), name, tokens=1, cache_salt=f"s{next(_salts)}")
 
 
 def _refused(served: Served, name: str, ward: Ward, **extra: Any) -> tuple[int, httpx.Headers]:
@@ -161,7 +143,7 @@ def _patient(served: Served, name: str) -> Answer:
 
 
 class FaultTests:
-    """In each way LMCache runs: a subclass and a `faulty_launch` for each."""
+    """In each way LMCache runs: a subclass and what is `planned` for each."""
 
     @pytest.mark.parametrize("chunk", [15, None])
     def test_a_flipped_bit_or_no_payload_is_an_error_without_a_document_and_the_documents_answer_with_one(
@@ -277,24 +259,12 @@ class FaultTests:
         assert served.sampled() == before
         _everybody_else_is_served(served)
 
-    def test_a_prompt_that_does_not_fit_behind_the_cartridge_is_refused(self, served):
-        before = served.sampled()
-        for name in served.sound:
-            with pytest.raises(openai.APIStatusError) as caught:
-                served.asker.complete([5] * (2304 - POSITIONS), name)
-            assert caught.value.status_code == 400
-            assert "2304" in caught.value.body["message"]
-        assert served.sampled() == before
-        longest = served.asker.complete([5] * (2304 - POSITIONS - 1), "trained")
-        assert longest.prompt_tokens == 2303
-        _everybody_else_is_served(served)
-
     def test_preempted_requests_go_on_from_the_cartridge(self, served):
         """Sixteen requests of 1,500 positions each, in room for five: the engine must put some off and take them up again.
         The cartridge ends inside a chunk.
         """
         positions = POSITIONS - 30
-        ward, before = served.sound["trained"], served.metric("vllm:num_preemptions_total")
+        ward, before = served.sound["trained"], served.asker.metric("vllm:num_preemptions_total")
         ids, name = ward.ids[:positions], f"trained-{positions}"
         register(served.model, served.settings, ids, name=name, kind="trained", chunk_tokens=CHUNK)
         facts = sure(served.model, prefill(served.model, ids), ward.facts)
@@ -311,7 +281,7 @@ class FaultTests:
         with ThreadPoolExecutor(16) as pool:
             texts = list(pool.map(one, pairs))
         assert [text.split()[0] for text in texts] == [fact.value for fact, _ in pairs]
-        assert served.metric("vllm:num_preemptions_total") > before, "the control: nothing was preempted"
+        assert served.asker.metric("vllm:num_preemptions_total") > before, "the control: nothing was preempted"
         Registry(served.settings.registry_path).remove(name)
         _everybody_else_is_served(served)
 

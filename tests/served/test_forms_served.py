@@ -13,10 +13,11 @@ import foreign
 import numpy as np
 import pytest
 import torch
-from serving import SERVER_ARGS, Client, question_ids, stored_kv
+from serving import SERVER_ARGS, question_ids, stored_kv
+from wards import MODEL, Asker
 
 from lmcache_cartridge.artifact.writing import ArtifactWriter
-from lmcache_cartridge.cli.recall import MODEL_DIR, SHEETS_DIR, load_sheet
+from lmcache_cartridge.cli.recall import SHEETS_DIR, load_sheet
 from lmcache_cartridge.make import prefill
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.serve.launch import Launch, server_command
@@ -36,7 +37,7 @@ class Runs:
 
 
 class Served(NamedTuple):
-    client: Client
+    client: Asker
     model: CausalModel
     place: Path
     files: Path
@@ -46,17 +47,16 @@ class Served(NamedTuple):
         count = 0
         for question in load_sheet(sheet).questions[:QUESTIONS]:
             own = question_ids(self.model, question.text)
-            reply = self.client.post({"prompt": own, "max_tokens": 4, "temperature": 0} | fields)
-            assert reply.status_code == 200, reply.text
-            assert (reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"] or 0) == injected
-            count += reply.json()["choices"][0]["text"].strip() == question.answer
+            reply = self.client.ask(own, **fields)
+            assert reply.cached_tokens == injected
+            count += reply.text.strip() == question.answer
         return count
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
     place, home, files = (tmp_path_factory.mktemp(name) for name in ("artefacts", "home", "files"))
-    model = CausalModel(str(MODEL_DIR))
+    model = CausalModel(MODEL)
     prefill.build(model, SHEETS_DIR / "ward-a.txt", place / "ward-a", cartridge_id="ward-a", version=1)
     ids = model.encode(load_sheet("ward-b").text, special=True)
     with ArtifactWriter(
@@ -78,7 +78,7 @@ def served(tmp_path_factory):
         "kv_connector": "CartridgeConnector", "kv_connector_module_path": PUBLISHED, "kv_role": "kv_both",
         "kv_connector_extra_config": extra,
     }  # fmt: skip
-    command = [*server_command(str(MODEL_DIR)), *SERVER_ARGS, "--enable-prompt-tokens-details"]
+    command = [*server_command(MODEL), *SERVER_ARGS, "--enable-prompt-tokens-details"]
     command += ["--kv-transfer-config", json.dumps(transfer)]
     environment = {"LMCACHE_CARTRIDGE_HOME": str(home), "LMCACHE_CARTRIDGE_CACHE": str(home / "cache")}
     launch = Launch(place / "unused.yaml", "", environment, command, {})
@@ -86,7 +86,7 @@ def served(tmp_path_factory):
         with pytest.MonkeyPatch.context() as here:
             here.chdir(place)
             server = stack.enter_context(ServerProcess(launch, place / "log", timeout_s=900))
-        client = stack.enter_context(Client(server.url, str(MODEL_DIR)))
+        client = stack.enter_context(Asker(server.url))
         yield Served(client, model, place, files)
 
 
@@ -96,7 +96,7 @@ def test_tokens_behind_kv_are_computed_and_so_is_all_that_stands_behind_tokens(s
         for sheet in ("ward-a", "ward-b"):
             assert served.right(sheet, injected, cartridges=chain) >= QUESTIONS - 1
     own = question_ids(served.model, load_sheet("ward-a").questions[0].text)
-    reply = served.client.post({"prompt": own, "max_tokens": 1, "cartridges": ["first", "prefix", "first"]})
+    reply = served.client.post(prompt=own, max_tokens=1, cartridges=["first", "prefix", "first"])
     used = [entry.split(";") for entry in reply.headers["x-cartridges"].split(", ")]
     assert [entry[2:] for entry in used] == [["injected=1024"], ["injected=0", "served=tokens"],
                                              ["injected=0", "served=document"]]  # fmt: skip
@@ -109,7 +109,7 @@ def test_named_and_labelled_cartridges_answer_and_nothing_else_is_had(served):
     assert served.right("ward-a", 1024, cartridges=[str(served.place / "ward-a")]) == QUESTIONS
     assert served.right("ward-a", 0) < QUESTIONS / 2, "without a cartridge it does not know"
     for wrong, status in (({"cartridge_id": "third"}, 404), ({"cartridges": [str(served.place)]}, 404)):
-        assert served.client.post({"prompt": "x"} | wrong).status_code == status
+        assert served.client.post(prompt="x", **wrong).status_code == status
 
 
 def test_files_by_path_are_imported_and_answer_and_hostile_ones_are_refused(served):
@@ -124,7 +124,7 @@ def test_files_by_path_are_imported_and_answer_and_hostile_ones_are_refused(serv
         str(served.place / "outside.pt"): (404, "under the setting `roots`"),
     }
     for path, (status, why) in refused.items():
-        reply = served.client.post({"prompt": "x", "cartridges": [path]})
+        reply = served.client.post(prompt="x", cartridges=[path])
         assert (reply.status_code, why in reply.text) == (status, True), reply.text
     assert not Path(TRACE).exists(), "something ran"
     assert served.right("ward-a", 1024, cartridges=["first"]) == QUESTIONS, "the server is alive"

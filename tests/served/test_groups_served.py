@@ -9,14 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from families import FAMILIES, make_model, write
 from families import chain as joined
-from serving import SERVER_ARGS, Client, Reply, build_sheet, difference, register_trained
+from serving import build_sheet, difference, register_trained, serving
+from wards import Answer
 
 from lmcache_cartridge.cli.recall import load_sheet
 from lmcache_cartridge.engine.refusals import ONE_GROUP
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make.model import CausalModel
-from lmcache_cartridge.serve.launch import plan
-from lmcache_cartridge.serve.processes import ServerProcess
+from lmcache_cartridge.serve.launch import Launch
 from lmcache_cartridge.settings import from_mapping
 
 NOISE = 1e-3
@@ -29,7 +29,7 @@ HYBRID = ["--dtype", "float32", "--max-model-len", "2048", "--block-size", "32",
           "--kv-transfer-config", json.dumps(TRANSFER), "--kv-cache-memory-bytes", str(32 << 20)]  # fmt: skip
 
 
-def _apart(reply: Reply, logits: torch.Tensor) -> float:
+def _apart(reply: Answer, logits: torch.Tensor) -> float:
     """Return how far a reply's first logprobs are from those of transformers."""
     expected = logits[-1].log_softmax(-1)
     return max(abs(found - float(expected[int(token[9:])])) for token, found in reply.logprobs[0].items())
@@ -49,15 +49,17 @@ def test_layers_with_blocks_of_their_own_answer_as_transformers_does_after_the_s
     build_sheet(settings, model, "ward-a")
     sheet = model.encode(load_sheet("ward-a").text, special=True)
     register_trained(settings, "trained", joined([cartridges["a"]])[:, :, :192], cartridges["a"].manifest)
-    launch = plan(str(directory), settings, mode="multiprocess", saves=False, chunk_tokens=CHUNK,
-                  l1_bytes=128 << 20, vllm_args=[*SERVER_ARGS, *HYBRID])  # fmt: skip
-    launch.lmcache[launch.lmcache.index("engine_driven")] = "lmcache_driven"
-    log = tmp_path / "log"
-    with ServerProcess(launch, log) as server, Client(server.url, str(directory)) as client:
+
+    def driven(launch: Launch) -> Launch:
+        launch.lmcache[launch.lmcache.index("engine_driven")] = "lmcache_driven"
+        return launch
+
+    log, planned = tmp_path / "log", {"saves": False, "chunk_tokens": CHUNK, "l1_bytes": 128 << 20}
+    with serving(settings, log, str(directory), *HYBRID, change=driven, mode="multiprocess", **planned) as client:
         assert len(re.findall("KernelGroupInfo.*sw_size_tokens=64", log.read_text())) == 3, "sliding layers"
         assert len(re.findall("KernelGroupInfo.*sw_size_tokens=-1", log.read_text())) == 1, "a full one"
 
-        def ask(ids: list[int], **fields: object) -> Reply:
+        def ask(ids: list[int], **fields: object) -> Answer:
             return client.ask(ids, return_tokens_as_token_ids=True, **fields)
 
         def check(question: list[int], salt: str) -> tuple[int, float, float]:
@@ -80,5 +82,5 @@ def test_layers_with_blocks_of_their_own_answer_as_transformers_does_after_the_s
         for reply in (ask(QUESTION, cartridges=["ward-a"]), ask([*sheet, *QUESTION])):  # which has a canary
             assert reply.cached_tokens == len(sheet) // CHUNK * CHUNK
             assert difference(reply, ask([*sheet, *QUESTION], cartridges=False)) < NOISE
-        refused = client.post({"prompt": QUESTION, "max_tokens": 1, "cartridges": ["trained"]})
+        refused = client.post(prompt=QUESTION, max_tokens=1, cartridges=["trained"])
         assert refused.status_code == 422 and f"--{ONE_GROUP}" in refused.text

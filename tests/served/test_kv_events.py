@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 import zmq
-from serving import SERVER_ARGS
+from serving import serving
 from waiting import until
 from wards import MODEL, Asker, patients, register, write_ward
 
 from lmcache_cartridge.make.model import CausalModel
-from lmcache_cartridge.serve.launch import free_port, plan
-from lmcache_cartridge.serve.processes import SMALL, ServerProcess
+from lmcache_cartridge.serve.launch import free_port
+from lmcache_cartridge.serve.processes import SMALL
 from lmcache_cartridge.settings import SECRET_VARIABLE, from_mapping
 
 with warnings.catch_warnings():  # torch's, while vLLM is imported
@@ -105,13 +105,11 @@ def servers(tmp_path_factory, ids):
                 register(model, settings, ids if kind == "prefill" else ids[:512], name=kind, kind=kind)
             port = free_port()
             events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{port}"}
-            args = [*SERVER_ARGS, "--kv-events-config", json.dumps(events)]
-            environment = SMALL | {SECRET_VARIABLE: "s" * 40}
-            launch = plan(MODEL, settings, on_load_failure="fail", mode=mode, vllm_args=args)
+            given = {"on_load_failure": "fail", "mode": mode, "environment": SMALL | {SECRET_VARIABLE: "s" * 40}}
             stream = Stream(port)
             stack.callback(stream.close)
-            server = stack.enter_context(ServerProcess(launch, home / "log", environment=environment))
-            found[mode] = Server(stack.enter_context(Asker(server.url)), stream)
+            server = serving(settings, home / "log", MODEL, "--kv-events-config", json.dumps(events), **given)
+            found[mode] = Server(stack.enter_context(server), stream)
         yield found
 
 

@@ -8,11 +8,11 @@ import openai
 import pytest
 import test_faults
 from recall.ward import ask, encode
+from serving import faulty
 from test_faults import FaultTests, broken, served  # noqa: F401
 from waiting import until
 
-from lmcache_cartridge.serve.launch import Launch, plan
-from lmcache_cartridge.settings import Settings
+from lmcache_cartridge.serve.launch import Launch
 
 
 def test_a_chunk_lost_after_the_lookup_is_an_error_or_the_documents_answer(served, broken):  # noqa: F811
@@ -68,25 +68,14 @@ class TestFaults(FaultTests):
     test_a_chunk_lost_after_the_lookup_is_an_error_or_the_documents_answer = None
     test_options_that_need_the_prompt_computed_are_for_prefill_cartridges_alone = None
     test_truncation_is_of_the_clients_text_and_a_prompt_that_is_only_the_cartridge_is_refused = None
-    test_a_prompt_that_does_not_fit_behind_the_cartridge_is_refused = None
 
 
 @pytest.fixture(scope="module")
-def faulty_launch():
-    def launch(settings: Settings) -> Launch:
-        # Whole chunks must be whole blocks, which are of 128 tokens on CPU where nothing is said.
-        launch = plan(
-            test_faults.MODEL, settings, chunk_tokens=test_faults.CHUNK, on_load_failure="fail", mode="multiprocess",
-            vllm_args=[*test_faults.ARGS, "--block-size", "32"],
-        )  # fmt: skip
-        # And LMCache must ask for every chunk each time, not keep what it once had.
-        changes = {"lmcache_cartridge.engine.l2": "faulty_l2", "retain": "default"}
-        return launch._replace(lmcache=[_changed(argument, changes) for argument in launch.lmcache])
+def planned():
+    def asking_each_time(launch: Launch) -> Launch:
+        """LMCache must ask for every chunk each time, not keep what it once had."""
+        launch = faulty(launch)
+        return launch._replace(lmcache=[word.replace("retain", "default") for word in launch.lmcache])
 
-    return launch
-
-
-def _changed(text: str, changes: dict[str, str]) -> str:
-    for old, new in changes.items():
-        text = text.replace(old, new)
-    return text
+    # Whole chunks must be whole blocks, which are of 128 tokens on CPU where nothing is said.
+    return ["--block-size", "32"], {"mode": "multiprocess", "change": asking_each_time}

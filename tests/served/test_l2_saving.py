@@ -6,10 +6,8 @@ And this mode as supervisors and operators meet it: it is not put to sleep, and 
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
-import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,18 +19,17 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 from processor import noise
-from recall.ward import ask, encode, write_document
-from serving import SERVER_ARGS, Reply, ask_lmcache, difference
+from recall.ward import ask, encode
+from serving import ask_lmcache, difference, serving
 from waiting import until
-from wards import MODEL, Ward, patients, prefill, register, sure
+from wards import MODEL, Answer, Asker, Ward, patients, register, write_ward
 
 from lmcache_cartridge.artifact.reading import load_manifest, load_token_ids
 from lmcache_cartridge.engine.salts import tag_salt
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.make.prefill import build
-from lmcache_cartridge.serve.launch import Launch, plan
-from lmcache_cartridge.serve.processes import SMALL, ServerProcess
+from lmcache_cartridge.serve.processes import SMALL
 from lmcache_cartridge.settings import Settings, from_mapping
 
 CHUNK = 256
@@ -44,34 +41,25 @@ _salts = (f"tenant-{number}" for number in count())
 
 
 class Served(NamedTuple):
-    http: httpx.Client
-    server: ServerProcess
-    launch: Launch
+    asker: Asker
     model: CausalModel
     settings: Settings
     wards: dict[str, Ward]
     """By cartridge; `plain`, `more` and `rest` are sheets without one."""
 
-    def ask(self, ids: list[int], name: str | None = None, salt: str | None = None, **extra: Any) -> Reply:
-        """Return the greedy reply to a prompt of a tenant, which has none of its KV in vLLM's blocks."""
-        until(lambda: self.http.post("/reset_prefix_cache").is_success)
+    def ask(self, ids: list[int], name: str | None = None, salt: str | None = None, **extra: Any) -> Answer:
+        """Return the reply to a prompt of a tenant, which has none of its KV in vLLM's blocks."""
+        self.asker.forget()
         return self.ask_now(ids, name, salt, **extra)
 
-    def ask_now(self, ids: list[int], name: str | None = None, salt: str | None = None, **extra: Any) -> Reply:
-        """Return the greedy reply to a prompt of a tenant, with whatever vLLM has of it."""
-        body = {"model": MODEL, "prompt": ids, "max_tokens": 1, "temperature": 0, "logprobs": 20} | extra
-        body |= {} if name is None else {"cartridges": [name]}
-        body |= {} if salt is None else {"cache_salt": salt}
-        response = self.http.post("/v1/completions", json=body)
-        assert response.status_code == 200, response.text
-        reply = response.json()
-        choice, usage = reply["choices"][0], reply["usage"]
-        cached = usage["prompt_tokens_details"]["cached_tokens"] or 0
-        return Reply(choice["text"], choice["logprobs"]["top_logprobs"], usage["prompt_tokens"], cached)
+    def ask_now(self, ids: list[int], name: str | None = None, salt: str | None = None, **extra: Any) -> Answer:
+        """Return the reply to a prompt of a tenant, with whatever vLLM has of it."""
+        given = {"cache_salt": salt, "cartridges": name, "logprobs": 20} | extra
+        return self.asker.complete(ids, **{key: value for key, value in given.items() if value is not None})
 
-    def saved(self, cached: int, ids: list[int], *args: Any, **extra: Any) -> Reply:
+    def saved(self, cached: int, ids: list[int], *args: Any, **extra: Any) -> Answer:
         """Ask until so many tokens of the prompt come out of LMCache, which saves them after the answer."""
-        replies: list[Reply] = []
+        replies: list[Answer] = []
         until(lambda: replies.append(self.ask(ids, *args, **extra)) or replies[-1].cached_tokens == cached)
         return replies[-1]
 
@@ -85,14 +73,11 @@ def _serving(home: Path, wards: dict[str, Ward], model: CausalModel, **launch: A
             register(model, settings, wards[name].ids, name=name, kind=kind)
         else:
             _build(model, settings, name, wards[name])
-    planned = plan(MODEL, settings, mode="multiprocess", vllm_args=SERVER_ARGS, **launch)
     # With the engine in a process of its own, as users have it.
     environment = SMALL | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    with (
-        ServerProcess(planned, home / "server.log", environment=environment) as server,
-        httpx.Client(base_url=server.url, timeout=120) as http,
-    ):
-        yield Served(http, server, planned, model, settings, wards)
+    given = {"environment": environment, "mode": "multiprocess"} | launch
+    with serving(settings, home / "server.log", **given) as asker:
+        yield Served(asker, model, settings, wards)
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +85,10 @@ def served(tmp_path_factory):
     home, model = tmp_path_factory.mktemp("home"), CausalModel(MODEL)
     positions = {"trained": CHUNK, "more": 1025}  # its `<s>` is left out after others
     names = [*KINDS, "plain", "more", "rest"]
-    wards = {name: _sheet(model, i, name, positions.get(name, 1024)) for i, name in enumerate(names)}
+    wards = {
+        name: write_ward(model, patients(i, 6), name, positions=positions.get(name, 1024), facts=48)
+        for i, name in enumerate(names)
+    }
     place = json.dumps({"type": "fs", "base_path": str(home / "fs"), "secret_access_key": SECRET})
     with _serving(home, wards, model, l2_adapters=[place]) as served:
         for name in KINDS:  # the engine is tried with each, and from then on plain prompts are answered from it
@@ -117,13 +105,6 @@ def _build(model: CausalModel, settings: Settings, name: str, ward: Ward) -> Non
     Registry(settings.registry_path).register(root)
 
 
-def _sheet(model: CausalModel, number: int, seed: str, positions: int) -> Ward:
-    """Return so many positions of a sheet, and some of what the model knows of them."""
-    document = write_document(random.Random(seed), 1040, patients(number, 6))
-    ids = model.encode(document.text, special=True)[:positions]
-    return Ward(document, ids, sure(model, prefill(model, ids), document.facts[:48]))
-
-
 def _questions(ward: Ward, count: int = 8) -> list[tuple[list[int], str]]:
     return [([*encode(ask(fact, 0))], fact.value) for fact in ward.facts[:count]]
 
@@ -134,7 +115,7 @@ def test_requests_that_end_while_lmcache_loads_for_them_do_not_end_the_engine(se
 
     def end(number: int) -> None:
         with suppress(httpx.TimeoutException):
-            served.http.post(
+            served.asker.http.post(
                 "/v1/completions", json=body | {"cache_salt": f"ended {number}"}, timeout=0.05 * (number % 9 + 1)
             )
 
@@ -169,7 +150,7 @@ def test_what_one_tenant_had_computed_is_no_hit_for_another(served, name):
 @pytest.mark.parametrize("name", KINDS)
 def test_lmcache_has_one_copy_of_a_named_cartridge_for_all_tenants(served, name):
     question, answer = _questions(served.wards[name], 1)[0]
-    log = served.server.log
+    log = served.asker.server.log
     served.ask(question, name, next(_salts))
     for salt in (next(_salts), None, next(_salts)):
         reply = served.ask(question, name, salt)
@@ -188,63 +169,19 @@ def test_lmcaches_other_places_store_and_load_and_get_no_cartridge(served):
     served.saved(CHUNK + 768, ids, "trained", salt)
     named = tag_salt(load_manifest(served.settings.cartridges_dir / "trained" / "1").digest)
     until(lambda: len({*place.rglob(f"*@{named}.data")} - before) >= 3)
-    ask_lmcache(served.launch, "POST", "/cache/clear")
+    ask_lmcache(served.asker.launch, "POST", "/cache/clear")
     again = served.ask(ids, "trained", salt)
     assert again.cached_tokens == CHUNK + 768
     assert difference(again, computed) < NOISE
     assert len({*place.rglob(f"*@{named}.data")} - before) == 3, "what was computed, and not the cartridge's own"
-    log = served.server.log.read_text(errors="replace")
+    log = served.asker.server.log.read_text(errors="replace")
     assert "Store task failed" not in log and SECRET not in log
-
-
-def test_two_tenants_get_their_own_answers_while_ids_are_replaced(served):
-    """16 threads and 200 requests over three cartridges, each followed by a text of its tenant that is saved."""
-    texts = {"t": served.wards["plain"].ids[1:300], "u": served.wards["rest"].ids[1:300]}
-    wards = {name: _again(served, name, 1, texts) for name in KINDS}
-    rng, replaced = random.Random(1), threading.Event()
-    first = {f"again-{name}@1": wards[name] for name in KINDS}
-
-    def one(number: int) -> Any:
-        if number == 60:
-            for name in KINDS:
-                first[f"again-{name}@2"] = _again(served, name, 2, texts)
-            replaced.set()
-        name = rng.choice(sorted(first))
-        fact = rng.choice(first[name].facts)
-        tenant = "tu"[number % 2]
-        own = encode(ask(fact, 0)) if number % 3 else texts[tenant] + encode(ask(fact, 0))
-        body = {"model": MODEL, "prompt": [*own], "max_tokens": 1, "temperature": 0, "cartridges": [name]}
-        reply = served.http.post("/v1/completions", json=body | {"cache_salt": tenant})
-        assert reply.status_code == 200, reply.text
-        return None if reply.json()["choices"][0]["text"].strip() == fact.value else (name, fact, reply.text)
-
-    with ThreadPoolExecutor(16) as pool:
-        assert [wrong for wrong in pool.map(one, range(200)) if wrong] == []
-    assert replaced.is_set()
-    fact = wards["doc"].facts[0]
-    for mine, other in ("tu", "ut"):
-        ids = [*texts[mine], *encode(ask(fact, 0))]
-        assert served.saved(1024 + 256, ids, "again-doc@1", mine).cached_tokens == 1280
-        assert served.ask(ids, "again-doc@1", other).cached_tokens == 1024, "no tenant gets what another had computed"
-
-
-def _again(served: Served, name: str, version: int, texts: dict[str, list[int]]) -> Ward:
-    """Register a version of a cartridge about the same patients as the others, with other values.
-
-    Its facts are those that the model knows behind the texts too.
-    """
-    positions = len(served.wards[name].ids)
-    ward = _sheet(served.model, [*KINDS].index(name), f"{name}-{version}", positions)
-    register(served.model, served.settings, ward.ids, name=f"again-{name}", kind=KINDS[name], version=version)
-    for text in texts.values():
-        ward = ward._replace(facts=sure(served.model, prefill(served.model, ward.ids + text), ward.facts))
-    return ward
 
 
 # Little memory.
 
 
-CROWDED_L1 = 4 << 20
+AGE, CROWDED_L1 = "lmcache_cartridge_status_age_seconds", 4 << 20
 """Ten chunks: two cartridges and a half."""
 
 
@@ -252,7 +189,7 @@ CROWDED_L1 = 4 << 20
 def crowded(tmp_path_factory):
     """A server whose LMCache has memory for ten chunks, and claims of the largest cartridge take four."""
     model = CausalModel(MODEL)
-    wards = {name: _sheet(model, i, name, 1024) for i, name in enumerate(KINDS)}
+    wards = {name: write_ward(model, patients(i, 6), name, positions=1024, facts=48) for i, name in enumerate(KINDS)}
     with _serving(tmp_path_factory.mktemp("home"), wards, model, l1_bytes=CROWDED_L1) as served:
         yield served
 
@@ -289,10 +226,10 @@ def test_a_cold_cartridge_is_loaded_once_for_seventeen_requests_and_computed_for
     tenants = [next(_salts) for _ in range(4)]
     before = _loaded(crowded)
     for name, salts in (("other", ["s"] * 17), (None, ["t"] * 17), ("other", (tenants * 5)[:17])):
-        assert crowded.http.post("/v1/cartridges/other/evict").is_success
+        assert crowded.asker.http.post("/v1/cartridges/other/evict").is_success
         if name is None:  # for a prompt that names none, nothing waits until it is in memory
-            until(lambda: crowded.http.post("/v1/cartridges/other/preload").status_code == 200)
-        ask_lmcache(crowded.launch, "POST", "/cache/clear")
+            until(lambda: crowded.asker.http.post("/v1/cartridges/other/preload").status_code == 200)
+        ask_lmcache(crowded.asker.launch, "POST", "/cache/clear")
         ids = question if name else document + question
         with ThreadPoolExecutor(17) as pool:
             replies = list(pool.map(crowded.ask_now, repeat(ids), repeat(name), salts))
@@ -304,14 +241,9 @@ def test_a_cold_cartridge_is_loaded_once_for_seventeen_requests_and_computed_for
 def _loaded(crowded: Served) -> float:
     """Return how many chunks the adapter has brought into its memory, by a count that is not older than this call."""
     for _ in range(2):  # the second is of numbers that were asked for after the first was read
-        samples = crowded.http.get("/metrics").text
-        age = _sample(samples, "lmcache_cartridge_status_age_seconds")
-        until(lambda: _sample(crowded.http.get("/metrics").text, "lmcache_cartridge_status_age_seconds") < age)  # noqa: B023
-    return _sample(crowded.http.get("/metrics").text, 'lmcache_cartridge_promoted_total{rank="0",tier="cpu"}')
-
-
-def _sample(text: str, name: str) -> float:
-    return float(next(line for line in text.splitlines() if line.startswith(f"{name} ")).split()[-1])
+        age = crowded.asker.metric(AGE)
+        until(lambda: crowded.asker.metric(AGE) < age)  # noqa: B023
+    return crowded.asker.metric('lmcache_cartridge_promoted_total{rank="0",tier="cpu"}')
 
 
 # Supervisors.
@@ -321,15 +253,7 @@ def test_it_refuses_to_sleep_and_answers_on(crowded):
     """It would take requests, and answer none: nothing tells LMCache's server that the KV cache is gone."""
     question, answer = _questions(crowded.wards["doc"], 1)[0]
     for level in range(3):
-        refused = crowded.http.post("/sleep", params={"level": level})
+        refused = crowded.asker.http.post("/sleep", params={"level": level})
         assert refused.status_code == 409 and "serve in-process" in refused.text
         reply = crowded.ask_now(question, "doc", next(_salts))
         assert (reply.cached_tokens, reply.text.strip()) == (1024, answer)
-
-
-def test_an_engine_that_dies_ends_it_with_a_status_by_which_supervisors_start_it_again(crowded):
-    """The last test: nobody answers any more."""
-    (core,) = set(re.findall(r"\(EngineCore pid=(\d+)\)", crowded.server.log.read_text(errors="replace")))
-    os.kill(int(core), signal.SIGKILL)
-    until(lambda: crowded.server.poll() is not None, timeout_s=60)
-    assert crowded.server.poll() != 0

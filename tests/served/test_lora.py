@@ -5,38 +5,35 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from itertools import count
 from typing import Any
 
-import httpx
 import pytest
 from adapters import write_adapter
+from posting import ROUTE
 from recall.ward import ask
-from serving import SERVER_ARGS, Reply, difference
+from serving import difference, serving
 from templates import WARD
-from test_l2_saving import NOISE, Served, _build, _questions, _sheet
+from test_l2_saving import NOISE, Served, _build, _questions
+from test_marks import MARK, Counted, chat, turns
 from waiting import until
-from wards import MODEL, Ward, content, register
+from wards import MODEL, Answer, Ward, patients, register, write_ward
 
 from lmcache_cartridge.cli.main import main
-from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make.model import CausalModel
-from lmcache_cartridge.serve.launch import plan
-from lmcache_cartridge.serve.processes import SMALL, ServerProcess
+from lmcache_cartridge.serve.processes import SMALL
 from lmcache_cartridge.settings import from_mapping
 
 MODELS = {MODEL: "base", "one": "one", "two": "two"}
 """What requests ask for, and the cartridge of the sheet that is made with it."""
 TEXT = 1024
 """Tokens of the sheet, in whole chunks."""
-_tags = count()
 
 
 @pytest.fixture(scope="module", params=["multiprocess", "in-process"])
 def served(request, tmp_path_factory):
     home = tmp_path_factory.mktemp("home")
     settings, model = from_mapping({"home": home, "contexts": True}), CausalModel(MODEL)
-    ward = _sheet(model, 0, "doc", TEXT)
+    ward = write_ward(model, patients(0, 6), "doc", positions=TEXT, facts=48)
     _build(model, settings, "base", ward)  # first, since the newest of documents that begin alike leads
     for seed, name in enumerate(("one", "two")):
         adapted = CausalModel(MODEL, lora=write_adapter(home / name, seed))
@@ -45,29 +42,21 @@ def served(request, tmp_path_factory):
     shutil.copytree(home / "one", home / "changing")
     (template := home / "template.jinja").write_text(WARD)
     modules = [f"{name}={home / name}" for name in ("one", "two")]
-    launch = plan(
-        MODEL, settings, mode=request.param, l1_bytes=128 << 20,
-        vllm_args=[*SERVER_ARGS, "--chat-template", str(template), "--enable-lora",
-                   "--max-loras", "3", "--max-lora-rank", "8", "--lora-modules", *modules],
-    )  # fmt: skip
+    options = ["--chat-template", str(template), "--enable-lora", "--max-loras", "3", "--max-lora-rank", "8",
+               "--lora-modules", *modules]  # fmt: skip
     environment = SMALL | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
-    with (
-        ServerProcess(launch, home / "server.log", environment=environment) as server,
-        httpx.Client(base_url=server.url, timeout=120) as http,
-    ):
-        served = Served(http, server, launch, model, settings, {"doc": ward})
+    given = {"environment": environment, "mode": request.param, "l1_bytes": 128 << 20}
+    with serving(settings, home / "server.log", MODEL, *options, **given) as asker:
+        served = Served(asker, model, settings, {"doc": ward})
         # The engine is tried with each, and from then on plain prompts are answered from the base model's.
         for asked, name in MODELS.items():
             served.ask([5], name, model=asked)
         yield served
 
 
-def _computed(served: Served, ids: list[int], model: str) -> Reply:
+def _computed(served: Served, ids: list[int], model: str) -> Answer:
     """Return the reply of a model to a prompt of which it computes everything."""
-    apart = {"lmcache.tag.apart": str(next(_tags)), "lmcache.skip_save": True}
-    reply = served.ask(ids, model=model, kv_transfer_params=apart)
-    assert reply.cached_tokens == 0
-    return reply
+    return served.asker.computed(ids, model=model)
 
 
 def _ward(served: Served) -> Ward:
@@ -91,15 +80,11 @@ def test_a_model_is_answered_from_its_own_cartridge_and_refused_any_other(served
 
 
 def test_a_context_is_of_the_model_that_it_is_made_by_and_refused_to_others(served):
-    ids, route, names = (
-        _ward(served).ids[:768],
-        "/v1/cartridges",
-        dict(zip(MODELS, ("of-base", "of-one", "of-two"), strict=True)),
-    )
+    ids, names = _ward(served).ids[:768], dict(zip(MODELS, ("of-base", "of-one", "of-two"), strict=True))
     for model, name in names.items():
         body = {"token_ids": ids, "id": name, "model": model}
-        assert served.http.post(route, json=body).status_code in (200, 202)
-        until(lambda name=name: served.http.get(f"{route}/{name}").json()["state"] != "making")
+        assert served.asker.http.post(ROUTE, json=body).status_code in (200, 202)
+        until(lambda name=name: served.asker.state(name)["state"] != "making")
     for model, name in names.items():
         for question, _ in _questions(_ward(served), 3):
             reply = served.ask(question, name, model=model)
@@ -107,52 +92,34 @@ def test_a_context_is_of_the_model_that_it_is_made_by_and_refused_to_others(serv
             assert difference(reply, _computed(served, ids + question, model)) < NOISE
         for other in MODELS.keys() - {model}:
             assert "made with" in _refused(served, other, [name])
-    strange = served.http.post(route, json={"token_ids": ids, "model": "three"})
+    strange = served.asker.http.post(ROUTE, json={"token_ids": ids, "model": "three"})
     assert strange.status_code == 404 and "'three'" in strange.text, "the base model would compute it"
     for name in names.values():
-        assert served.http.delete(f"{route}/{name}").status_code == 200
-
-
-def test_a_server_has_an_adapter_make_a_cartridge_too(served, tmp_path):
-    (tmp_path / "ids.json").write_text(json.dumps(_ward(served).ids[:512]))
-    options = ["--id", "fetched", "--token-ids", str(tmp_path / "ids.json"), "--home", str(tmp_path)]
-    assert main(["build", "--url", str(served.http.base_url), "--server-model", "one", *options]) == 0
-    registry = Registry(served.settings.registry_path)
-    registry.register(tmp_path / "cartridges" / "fetched" / "1")
-    for question, _ in _questions(_ward(served), 3):
-        reply = served.ask(question, "fetched", model="one")
-        assert reply.cached_tokens == 512
-        assert difference(reply, _computed(served, _ward(served).ids[:512] + question, "one")) < NOISE
-    for other in ("two", MODEL):
-        assert "made with" in _refused(served, other, ["fetched"])
-    registry.remove("fetched")
+        assert served.asker.http.delete(f"{ROUTE}/{name}").status_code == 200
 
 
 def test_what_is_marked_is_read_for_the_model_that_it_was_marked_for(served):
-    route, ward, texts = "/v1/cartridges", _ward(served), []
-    names = {each["id"] for each in served.http.get(route).json()["data"]}
+    ward, texts = _ward(served), []
 
-    def asked(model: str, mark: dict[str, Any]) -> list[tuple[str, bool]]:
-        """Return what is said behind the sheet, and whether that was read."""
-        found = []
-        for fact in ward.facts[:4]:
-            said = [{"type": "text", "text": ward.document.text} | mark, {"type": "text", "text": content(fact)}]
-            body = {"model": model, "messages": [{"role": "user", "content": said}], "max_tokens": 24, "temperature": 0}
-            reply = served.http.post("/v1/chat/completions", json=body).raise_for_status()
-            found.append((reply.json()["choices"][0]["message"]["content"], "x-cartridges" in reply.headers))
-        return found
+    def asked(model: str, mark: dict[str, Any] | None) -> list[Counted]:
+        """Return what comes of questions behind the sheet."""
+        given = [turns(ward.document.text, fact, mark) for fact in ward.facts[:4]]
+        return [chat(served.asker, each, tokens=24, model=model) for each in given]
 
+    def contexts() -> set[str]:
+        return {each["id"] for each in served.asker.http.get(ROUTE).json()["data"]}
+
+    names = contexts()
     for number, model in enumerate(MODELS, 1):
-        plain = asked(model, {})
-        asked(model, {"cache_control": {"type": "ephemeral"}})
-        until(lambda number=number: len(served.http.get(route).json()["data"]) == len(names) + number)
-        read = asked(model, {"cache_control": {"type": "ephemeral"}})
-        assert [text for text, _ in read] == [text for text, _ in plain]
-        assert all(is_read for _, is_read in read) and not any(is_read for _, is_read in plain)
-        texts.append(plain)
+        plain, _ = asked(model, None), asked(model, MARK)
+        until(lambda number=number: len(contexts() - names) == number)
+        read = asked(model, MARK)
+        texts.append([each.text for each in plain])
+        assert [each.text for each in read] == texts[-1]
+        assert all(each.used for each in read) and not any(each.used for each in plain)
     assert texts[0] != texts[1] != texts[2] != texts[0], "the control: the adapters answer otherwise"
-    for each in served.http.get(route).json()["data"]:
-        assert each["id"] in names or served.http.delete(f"{route}/{each['id']}").status_code == 200
+    for name in contexts() - names:
+        assert served.asker.http.delete(f"{ROUTE}/{name}").status_code == 200
 
 
 def test_a_chain_is_of_one_adapter(served):
@@ -169,7 +136,7 @@ def test_a_chain_is_of_one_adapter(served):
 def test_a_server_is_validated_and_evaluated_by_the_adapters_name(served, tmp_path, capsys):
     questions, facts = tmp_path / "q.jsonl", _ward(served).facts[:4]
     questions.write_text("".join(f"{json.dumps({'question': ask(f, 0), 'answer': f.value})}\n" for f in facts))
-    options = ["--url", str(served.http.base_url), "--home", str(served.settings.home), "--format", "json"]
+    options = ["--url", served.asker.url, "--home", str(served.settings.home), "--format", "json"]
     assert main(["validate", "one", "--server-model", "one", *options]) == 0, capsys.readouterr()
     assert main(["validate", "one", *options]) == 1
     capsys.readouterr()
@@ -215,9 +182,9 @@ def test_another_adapter_in_the_place_of_one_gets_no_cartridge_of_the_old_and_no
 
     def load(**options: Any) -> None:
         body = {"lora_name": "changing", "lora_path": str(directory)} | options
-        assert served.http.post("/v1/load_lora_adapter", json=body).status_code == 200
+        assert served.asker.http.post("/v1/load_lora_adapter", json=body).status_code == 200
 
-    def again(ask: Callable[..., Reply] = served.ask_now) -> list[Reply]:
+    def again(ask: Callable[..., Answer] = served.ask_now) -> list[Answer]:
         """Ask with and without cartridges."""
         return [ask(ids, salt="tenant", model="changing", **fields) for fields in ({}, {"cartridges": False})]
 
@@ -241,6 +208,6 @@ def test_another_adapter_in_the_place_of_one_gets_no_cartridge_of_the_old_and_no
 def _refused(served: Served, model: str, cartridges: list[str]) -> str:
     """Return why a request is refused, by a status and not within a stream, before any claim is made."""
     body = {"model": model, "prompt": [5, 6], "max_tokens": 1, "cartridges": cartridges, "stream": True}
-    response = served.http.post("/v1/completions", json=body)
+    response = served.asker.http.post("/v1/completions", json=body)
     assert response.status_code == 422, response.text
     return response.json()["error"]["message"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import random
-import re
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple
 
 import posting
 import pytest
-from posting import CHUNK, ROUTE, WARDS, Served, serving
+from posting import CHUNK, WARDS, serving
 from recall.ward import Fact
 from waiting import until
 from wards import MODEL, Asker, content
@@ -144,7 +143,7 @@ def test_a_conversation_reads_the_longest_beginning_that_is_there(served):
     assert (found.read, found.created) == (whole[1], whole[3] - whole[1]), "what was marked before is read"
     until(lambda: kept(*whole[:2], whole[3]))
     for name in served.named(**salt) - mine:
-        served.asker.http.delete(f"{ROUTE}/{name}", params=salt)
+        served.delete(name, **salt)
     until(kept)
     found = asked(4, 0, 1, 2, 3, 4)
     assert (found.text.strip(), found.read + found.created) == (fact.value, whole[3]) and not found.used
@@ -169,14 +168,11 @@ def test_no_request_is_refused_for_its_marks(served):
     apart = chat(served.asker, turns(text, fact), cartridges=False, **salt)
     assert (apart.text.strip(), apart.created) == (fact.value, 0)
     assert served.named(**salt) - mine == {"named"}, "marks beside names are not read"
-    served.fault.write_text(json.dumps({"captured": "swapped"}))
     salt = {"cache_salt": "failing"}
-    try:
+    with served.failing(captured="swapped"):
         found = message(served.asker, turns(text, fact), **salt)
         assert (found.text.strip(), found.created > 0) == (fact.value, True)
         until(lambda: "set aside" in served.log.read_text())
-    finally:
-        served.fault.unlink()
     found = message(served.asker, turns(text, fact), **salt)
     assert (found.text.strip(), found.used) == (fact.value, None)
 
@@ -224,7 +220,7 @@ def test_bills_sum_up_to_what_the_engine_counts(served):
     def kept() -> dict[str, dict[str, Any]]:
         return {row["id"]: row for asker, salt in tenants for row in served.get(asker=asker, **salt).json()["data"]}
 
-    before, there, bills = _counters(served), kept(), []
+    (had, cached), there, bills = _counted(served.asker), kept(), []
     for wave in (asked[:40], asked[40:]):
         with ThreadPoolExecutor(6) as pool:
             bills += pool.map(lambda each: one(*each), wave)
@@ -232,28 +228,17 @@ def test_bills_sum_up_to_what_the_engine_counts(served):
         created = Counter(bill.created + bill.read for bill in bills if bill.created)
         until(lambda: created <= Counter(row["positions"] for name, row in kept().items() if name not in there))  # noqa: B023
     prompt, read = sum(bill.prompt for bill in bills), sum(bill.read for bill in bills)
-    until(lambda: _counted(served, before) == (prompt, read))
+    until(lambda: _counted(served.asker) == (had + prompt, cached + read))
     assert created.total() >= 10 and sum(bill.read > 0 and bill.used is not None for bill in bills) >= 20
 
 
-def _counters(served: Served) -> Counter[str]:
-    """Return what the engine and the server count, over all labels but `outcome`."""
-    found: Counter[str] = Counter()
-    for line in served.asker.http.get("/metrics").text.splitlines():
-        if row := re.match(r"([a-z_:]+)_total\{(.*)\} (\S+)$", line):
-            outcome = re.search(r'outcome="(\w+)"', row[2])
-            found[f"{row[1]} {outcome[1]}" if outcome else row[1]] += int(float(row[3]))
-    return found
-
-
-def _counted(served: Served, before: Counter[str]) -> tuple[int, int]:
-    """Return how many prompt tokens the engine had of clients since, and how many of those it did not compute."""
-    now = _counters(served)
-    since = {name: now[name] - before[name] for name in now}
-    cached = since["lmcache_cartridge_own_tokens cached"]
-    hits = since["vllm:prefix_cache_hits"] + since["vllm:external_prefix_cache_hits"]
-    own = since["lmcache_cartridge_own_tokens computed"] + cached
-    return since["vllm:prompt_tokens"] - own, hits - cached
+def _counted(asker: Asker) -> tuple[float, float]:
+    """Return how many prompt tokens the engine had of clients, and how many of those it did not compute."""
+    computed, cached = (
+        asker.metric(f'lmcache_cartridge_own_tokens_total{{outcome="{how}') for how in ("computed", "cached")
+    )
+    hits = sum(asker.metric(f"vllm:{of}prefix_cache_hits_total") for of in ("", "external_"))
+    return asker.metric("vllm:prompt_tokens_total") - computed - cached, hits - cached
 
 
 def test_without_room_a_request_is_answered_and_nothing_is_made(tmp_path, wards):

@@ -9,12 +9,13 @@ from typing import NamedTuple
 import pytest
 from processor import needs_avx512
 from quantising import quantised
-from serving import Client, Reply, build_sheet, difference, question_ids, serving
+from serving import build_sheet, difference, question_ids, serving
 from waiting import until
+from wards import MODEL, Answer, Asker
 
 from lmcache_cartridge.artifact.reading import load_manifest
 from lmcache_cartridge.cli.main import main
-from lmcache_cartridge.cli.recall import MODEL_DIR, SHEETS_DIR, load_sheet
+from lmcache_cartridge.cli.recall import SHEETS_DIR, load_sheet
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.settings import Settings, from_mapping
@@ -29,24 +30,24 @@ QUESTIONS, INJECTED = 6, 1024
 
 
 class Served(NamedTuple):
-    client: Client
+    client: Asker
     model: CausalModel
     directory: Path
     settings: Settings
     mode: str
     log: Path
 
-    def behind(self, *names: str) -> list[Reply]:
+    def behind(self, *names: str) -> list[Answer]:
         """Return the answers to ward-a's first questions behind cartridges, all of them injected and all right."""
         replies = []
         for question in load_sheet("ward-a").questions[:QUESTIONS]:
-            reply = self.client.ask_with(list(names), question_ids(self.model, question.text))
+            reply = self.client.ask(question_ids(self.model, question.text), *names)
             assert reply.cached_tokens // INJECTED == len(names)
             assert reply.text.strip() == question.answer
             replies.append(reply)
         return replies
 
-    def far(self, replies: list[Reply], times: int = 1) -> float:
+    def far(self, replies: list[Answer], times: int = 1) -> float:
         """Return the largest logprob difference from this server's own answers to the text in the prompt."""
         document = self.model.encode(load_sheet("ward-a").text, special=True) * times
         questions = [question_ids(self.model, each.text) for each in load_sheet("ward-a").questions]
@@ -66,7 +67,7 @@ def served(request, tmp_path_factory):
         {"home": home, "cpu_bytes": 64 << 20, "lookup_timeout_s": 10, "contexts": True, "accept_weights": True}
     )
     model, log = CausalModel(str(directory)), home / "log"
-    for name, maker in (("own", model), ("original", CausalModel(str(MODEL_DIR)))):
+    for name, maker in (("own", model), ("original", CausalModel(MODEL))):
         build_sheet(settings, maker, "ward-a", name)
     with serving(settings, log, str(directory), mode=mode, l1_bytes=64 << 20) as client:
         yield Served(client, model, directory, settings, mode, log)
@@ -77,7 +78,7 @@ def test_its_own_cartridge_answers_as_its_own_prompt(served):
     assert served.far(served.behind("own")) < NOISE
     home, sheet = str(served.settings.home), str(SHEETS_DIR / "ward-a.txt")
     assert not main(["build", "--home", home, "--document", sheet, "--url", served.client.url, "--id", "fetched"])
-    until(lambda: served.client.get("/v1/cartridges/fetched").is_success)
+    until(lambda: "id" in served.client.state("fetched"))
     assert served.far(served.behind("fetched")) < NOISE
 
 
@@ -85,15 +86,15 @@ def test_its_originals_cartridge_answers_too_and_is_as_far_off_as_the_weights(se
     """In chains as well. The canary, which knows the original's answers, is asked, says what it found and blocks nothing."""
     assert 0 < served.far(served.behind("original")) < WEIGHTS
     served.behind("own", "original")
-    states = {row["id"]: row["canary"] for row in served.client.get("/v1/cartridges").json()["data"]}
-    assert states["own"] == "passed" and states["original"] in ("passed", "accepted")
+    own, original = (served.client.state(name)["canary"] for name in ("own", "original"))
+    assert own == "passed" and original in ("passed", "accepted")
     said = re.findall(r"original@1[^\n]*logprobs differ by", served.log.read_text())
     assert said, "what it found is in the log"
 
 
 def test_the_engine_refuses_what_it_would_accept_where_nobody_accepts_weights(served, home):
     """By the fingerprint that this engine gives, which both modes tell."""
-    made = served.client.post_json("/v1/cartridges", {"document": "A document."}).json()
+    made = served.client.http.post("/v1/cartridges", json={"document": "A document."}).json()
     entry = Registry(served.settings.registry_path, read_only=True).find(made["id"])
     engine = load_manifest(Path(entry.location)).fingerprint
     assert served.model.fingerprint.differences(engine) == []

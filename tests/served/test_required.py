@@ -4,23 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from typing import Any
 
-import httpx
 import pytest
-from hypothesis import HealthCheck, given
-from hypothesis import settings as examples
-from hypothesis import strategies as st
-from serving import SERVER_ARGS
+from serving import serving
 from test_api import TAKING, UNAWARE
 from wards import MODEL, patients, register, write_ward
 
-from lmcache_cartridge.fleet.affinity import Naming, affinity_key
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make.model import CausalModel
-from lmcache_cartridge.serve.launch import plan
-from lmcache_cartridge.serve.processes import ServerProcess
 from lmcache_cartridge.settings import from_mapping
 
 HARMLESS = ("/tokenize", "/v1/completions/render", "/v1/chat/completions/render", "/v1/messages/count_tokens")
@@ -34,9 +26,8 @@ def http(tmp_path_factory):
     settings, model = from_mapping({"home": home, "cpu_bytes": 64 << 20, "required": True} | _NAMES), CausalModel(MODEL)
     register(model, settings, write_ward(model, patients(0, 4), "a").ids, name="a")
     Registry(settings.registry_path).label("current", "a")
-    launch = plan(MODEL, settings, vllm_args=[*SERVER_ARGS, "--enable-scale-out"])
-    with ServerProcess(launch, home / "log") as server, httpx.Client(base_url=server.url, timeout=120) as client:
-        yield client
+    with serving(settings, home / "log", MODEL, "--enable-scale-out") as asker:
+        yield asker.http
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -89,44 +80,3 @@ def test_a_model_that_names_no_cartridge_or_another_is_refused(http, path):
 )
 def test_naming_none_is_not_naming_one(http, extra):
     assert http.post("/v1/completions", json=TAKING["/v1/completions"] | extra).status_code in (400, 404)
-
-
-_NAMED = st.sampled_from(
-    ["a", "a@1", "current", "a@2", "nope", "s3://b/k", "/etc", "a:b", "", "A", "a@", "a@01", "x" * 1025]
-)
-_BYTES = st.binary(max_size=8).filter(lambda raw: not set(raw) & {*range(9), *range(10, 32), 127})
-_HEADER = st.lists(_NAMED.map(str.encode) | _BYTES, max_size=3).map(b",".join) | _BYTES.map(bytes.strip)
-
-
-def test_odd_headers_and_model_names_get_an_error_of_their_own_or_the_cartridges_they_name(
-    http,
-):
-    statuses: Counter[int] = Counter()
-    newest = {"current": "a", "ward": "a"}
-
-    @examples(max_examples=600, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
-    @given(
-        values=st.lists(_HEADER, max_size=2),
-        model=st.sampled_from([MODEL, MODEL, "ward"]) | _NAMED.map(lambda name: f"{MODEL}:{name}"),
-        named=st.none() | st.lists(_NAMED, max_size=2),
-        required=st.sampled_from([None, None, b"true", b"false", b"2", b"\xff"]),
-        path=st.sampled_from(sorted(TAKING)),
-    )
-    def one(values: list[bytes], model: str, named: list[str] | None, required: bytes | None, path: str) -> None:
-        headers = [(b"X-Cartridges", value.strip(b" \t")) for value in values]
-        headers += [] if required is None else [(b"X-Cartridges-Required", required)]
-        body = TAKING[path] | {"model": model} | ({} if named is None else {"cartridges": named})
-        reply = http.post(path, json=body, headers=headers)
-        statuses[reply.status_code] += 1
-        assert reply.status_code == 200 or 400 <= reply.status_code < 500, reply.text
-        if reply.status_code == 200:
-            used = [part.partition("@")[0] for part in reply.headers["x-cartridges"].split(", ")]
-            naming = Naming(models=[MODEL], model_aliases=_NAMES["model_aliases"])
-            key = affinity_key(body, [value.decode("latin-1") for value in values], naming=naming)
-            assert used == [newest.get(one, one) for one in key.split(",")]
-        else:
-            assert "x-cartridges" not in reply.headers
-
-    one()
-    assert sum(statuses.values()) >= 600
-    assert min(statuses[200], statuses[400], statuses[404]) > 20, f"only one kind proves little: {statuses}"

@@ -1,5 +1,6 @@
-"""vLLM's own connector name and the shipped YAML: cartridges are served, or the server does not start. `vllm serve` itself is
-typed by `test_saving_served`."""
+"""vLLM's own connector name and the shipped YAML: a server that would answer without cartridges does not start.
+
+Cells of the matrix are served so, and `vllm serve` itself is typed by `test_saving_served`."""
 
 from __future__ import annotations
 
@@ -7,44 +8,18 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import yaml
 from matrix import REST, YAML, Way, stock
-from processor import noise
-from serving import SERVER_ARGS, Client, difference, question_ids, stale_installation
-from waiting import until
+from serving import SERVER_ARGS, stale_installation
+from wards import MODEL
 
-from lmcache_cartridge.cli.recall import MODEL_DIR, SHEETS_DIR, load_sheet
 from lmcache_cartridge.engine.contract import PUBLISHED
 from lmcache_cartridge.errors import UnsupportedEngine
-from lmcache_cartridge.library.registry import Registry
-from lmcache_cartridge.make import prefill
-from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.serve.launch import plan
 from lmcache_cartridge.serve.processes import ServerProcess
 from lmcache_cartridge.settings import from_mapping
-
-NOISE = noise(0.25)
-"""As the matrix has it."""
-
-
-class Built(NamedTuple):
-    home: Path
-    model: CausalModel
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    home, model = tmp_path_factory.mktemp("home"), CausalModel(str(MODEL_DIR))
-    settings = from_mapping({"home": home})
-    root = settings.cartridges_dir / "ward-a"
-    prefill.build(model, SHEETS_DIR / "ward-a.txt", root, cartridge_id="ward-a", version=1)
-    Registry(settings.registry_path).register(root)
-    return Built(home, model)
-
 
 REFUSE = {
     "no connector": (Way(transfers=False), "the workers have no cartridges"),
@@ -58,30 +33,6 @@ REFUSE = {
 """What starts no server, and what its log says."""
 
 
-@pytest.fixture(scope="module")
-def client(built, tmp_path_factory):
-    """By the shipped YAML; the other ways are cells of the matrix."""
-    directory = tmp_path_factory.mktemp("stock")
-    launch = stock(built.home, directory, Way(), options=("--enable-prompt-tokens-details",))  # only to count with
-    assert "VLLM_PLUGINS" not in os.environ
-    with ServerProcess(launch, directory / "log") as server, Client(server.url, str(MODEL_DIR)) as client:
-        yield client
-    assert "lmcache-cartridge's connector takes the place of LMCacheConnectorV1" in (directory / "log").read_text()
-
-
-def test_a_document_at_the_head_of_a_prompt_is_injected_and_the_answer_is_that_of_a_prefill(client, built):
-    sheet = load_sheet("ward-a")
-    document = built.model.encode(sheet.text, special=True)
-    # By default no prompt waits for chunks that it does not name: the first has them loaded, and is computed.
-    until(lambda: client.ask(document + [5]).cached_tokens)
-    for question in sheet.questions[:4]:
-        prompt = document + question_ids(built.model, question.text)
-        reply = client.ask(prompt)
-        assert (reply.cached_tokens, reply.text.strip()) == (1024, question.answer)
-        assert difference(reply, client.computed(prompt)) < NOISE
-    assert client.post({"prompt": "x", "cartridge": ["ward-a"]}).status_code == 400, "the request API is there"
-
-
 @pytest.mark.parametrize("way", REFUSE)
 def test_a_server_that_would_answer_without_cartridges_does_not_start(tmp_path, way):
     given, reason = REFUSE[way]
@@ -92,7 +43,7 @@ def test_a_server_that_would_answer_without_cartridges_does_not_start(tmp_path, 
 
 
 def test_an_engine_without_an_adapter_in_lmcaches_server_does_not_start(tmp_path):
-    launch = plan(str(MODEL_DIR), from_mapping({"home": tmp_path}), vllm_args=SERVER_ARGS, mode="multiprocess")
+    launch = plan(MODEL, from_mapping({"home": tmp_path}), vllm_args=SERVER_ARGS, mode="multiprocess")
     command = [argument.replace("/lmcache-cartridge-", "/nobody-") for argument in launch.command]
     assert command != launch.command
     with pytest.raises(UnsupportedEngine), ServerProcess(launch._replace(command=command), tmp_path / "log"):
@@ -120,7 +71,7 @@ def test_a_server_whose_scheduler_refuses_in_the_workers_process_ends(tmp_path):
     (tmp_path / "once.py").write_text(_ONCE)
     stale = stale_installation(tmp_path, "once:CartridgePlugin")
     arguments = [*SERVER_ARGS, "--distributed-executor-backend", "uni"]
-    launch = plan(str(MODEL_DIR), from_mapping({"home": tmp_path}), vllm_args=arguments)
+    launch = plan(MODEL, from_mapping({"home": tmp_path}), vllm_args=arguments)
     launch = launch._replace(environment=launch.environment | {"PYTHONPATH": str(stale)})
     server = ServerProcess(launch, tmp_path / "log", timeout_s=900)
     with pytest.raises(UnsupportedEngine), server:

@@ -17,9 +17,9 @@ import pytest
 import torch
 from making import flip_bit
 from recall.ward import Fact, ask
-from serving import SERVER_ARGS
+from serving import serving
 from waiting import until
-from wards import MODEL, Asker, Ward, patients, prefill, sure, write_ward
+from wards import MODEL, Ward, patients, prefill, sure, write_ward
 
 from lmcache_cartridge.artifact.manifest import Manifest, Provenance
 from lmcache_cartridge.artifact.reading import PAYLOAD, chunk_range, load_manifest
@@ -28,8 +28,6 @@ from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.make.payload import pack
 from lmcache_cartridge.make.write import write_kv
-from lmcache_cartridge.serve.launch import plan
-from lmcache_cartridge.serve.processes import SMALL, ServerProcess
 from lmcache_cartridge.settings import Settings, from_mapping
 
 CHUNK, POSITIONS, FACTS = 256, 512, 5
@@ -107,11 +105,9 @@ class Served:
     def start(self) -> None:
         """Start the server, after the end of the one that runs."""
         self.stack.close()
-        args = [*SERVER_ARGS, "--enable-scale-out"]
-        launch = plan(MODEL, self.library.settings, chunk_tokens=CHUNK, mode=self._mode, vllm_args=args)
-        log = self.library.settings.home / f"log-{uuid.uuid4().hex}"
-        server = self.stack.enter_context(ServerProcess(launch, log, environment=SMALL))
-        self.asker = self.stack.enter_context(Asker(server.url))
+        settings, log = self.library.settings, self.library.settings.home / f"log-{uuid.uuid4().hex}"
+        server = serving(settings, log, MODEL, "--enable-scale-out", chunk_tokens=CHUNK, mode=self._mode)
+        self.asker = self.stack.enter_context(server)
 
     def right(self, cartridge: str | bool | None = None, *, salted: bool = True, salt: str | None = None) -> int:
         """Return how many of the questions are answered right, of the document's text, with False computed, or of a cartridge.
@@ -138,25 +134,18 @@ class Served:
 
     def external(self) -> float:
         """Return how many tokens the connector has injected."""
-        return self._metric("vllm:external_prefix_cache_hits_total")
+        return self.asker.metric("vllm:external_prefix_cache_hits_total")
 
     def requests(self) -> float:
         """Return how many requests were answered from a cartridge that they named."""
-        return self._metric('lmcache_cartridge_requests_total{outcome="used"}')
-
-    def _metric(self, name: str) -> float:
-        lines = self.asker.http.get("/metrics").text.splitlines()
-        return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
-
-    def state(self, name: str) -> dict[str, Any]:
-        return self.asker.http.get(f"/v1/cartridges/{name}").json()
+        return self.asker.metric('lmcache_cartridge_requests_total{outcome="used"}')
 
     @contextmanager
     def registered(self, name: str) -> Iterator[None]:
         """Have a cartridge registered meanwhile; afterwards the server has noticed that it is gone."""
         registry = self.library.registry
         registry.register(self.library.root(name))
-        until(lambda: self.state(name).get("id") == name and self._served() == len(registry.all()))
+        until(lambda: self.asker.state(name).get("id") == name and self._served() == len(registry.all()))
         try:
             yield
         finally:
@@ -164,9 +153,7 @@ class Served:
             until(lambda: self._served() == len(registry.all()))
 
     def _served(self) -> int:
-        return int(
-            sum(map(self._metric, ("lmcache_cartridge_served_cartridges", "lmcache_cartridge_refused_cartridges")))
-        )
+        return int(sum(self.asker.metric(f"lmcache_cartridge_{of}_cartridges") for of in ("served", "refused")))
 
 
 ALL = (FACTS, FACTS)
@@ -196,14 +183,14 @@ class TrustTests:
         asker, fact = served.asker, served.library.facts[0]
         prompt = f"{served.library.ward.document.text} {ask(fact, 0)}"
         assert (served.right("p"), served.plain()) == (FACTS, ALL)
-        for complete in (asker.complete, lambda *given, **extra: asker.stream(*given, **extra)[0]):
+        for complete in (asker.complete, asker.stream):
             for text, cartridge in ((prompt, None), (ask(fact, 0), "p")):
                 salt, before = uuid.uuid4().hex, served.external()
                 first, second = (complete(text, cartridge, tokens=4, cache_salt=salt) for _ in range(2))
                 assert served.external() - before == POSITIONS
                 if cartridge:
-                    assert first[3:] == (f"p@1;positions={POSITIONS}", POSITIONS, 0)
-                    assert second[3:] == (f"p@1;positions={POSITIONS}", 0, POSITIONS)
+                    assert first[3:6] == (f"p@1;positions={POSITIONS}", POSITIONS, 0)
+                    assert second[3:6] == (f"p@1;positions={POSITIONS}", 0, POSITIONS)
                 assert first.cached_tokens == POSITIONS <= second.cached_tokens
                 before = served.external()
                 given = [complete(prompt, False, tokens=4, cache_salt=salt) for _ in range(2)]
@@ -241,7 +228,7 @@ class TrustTests:
     def test_one_whose_canary_fails_takes_no_answer_away(self, served):
         with served.registered("zbad"):
             assert not served.injects("zbad")
-            assert served.state("zbad")["canary"] == "failed"
+            assert served.asker.state("zbad")["canary"] == "failed"
             assert (served.plain(), served.right("p")) == (ALL, FACTS)
         assert (served.plain(), served.right("p")) == (ALL, FACTS)
 
@@ -269,8 +256,8 @@ class TrustTests:
         with served.registered("zflip"):
             served.asker.http.post("/v1/cartridges/p/evict").raise_for_status()
             assert (served.right("zflip"), served.right("p"), served.plain()) == (FACTS, FACTS, ALL)
-            assert served.state("p")["state"] == "resident"
-            assert served.state("zflip")["state"] == "quarantined"
+            assert served.asker.state("p")["state"] == "resident"
+            assert served.asker.state("zflip")["state"] == "quarantined"
         assert (served.right("p"), served.plain()) == (FACTS, ALL)
 
     def test_nothing_that_was_injected_outlives_the_trust_in_it(self, served):
