@@ -115,6 +115,7 @@ def test_the_production_stack_has_one_library_and_a_disk_tier_on_its_volume():
 
 
 def test_the_production_stacks_router_has_our_callback(monkeypatch):
+    """`test_affinity` has it name sessions."""
     values = _one(STACK)
     router, env = values["routerSpec"], {v["name"]: v["value"] for v in values["routerSpec"]["env"]}
     option, callback = router["extraArgs"]
@@ -124,7 +125,6 @@ def test_the_production_stacks_router_has_our_callback(monkeypatch):
     module = runpy.run_path(str(CONFIGS / "production-stack" / f"{module_name}.py"))
     assert router["sessionKey"] == module["KEY"]
     assert set(module[instance].naming.models) == {engine["modelURL"] for engine in _engines(values)}
-    assert env["PYTHONPATH"] == router["extraVolumeMounts"][0]["mountPath"]
 
 
 # llm-d and KServe.
@@ -200,12 +200,10 @@ _NO_DEFAULT = re.compile(r"\.\.\.|\$\(.*|\$\w+|\$\{\w+(:\?.*)?|\{name:|request\.
 """Left to whoever starts it: an ellipsis, a command, a variable without a default, a Kubernetes secret; or code."""
 
 
-@pytest.mark.parametrize(
-    "path", [p for p in CONFIGS.rglob("*") if p.is_file() and p.suffix != ".pyc"], ids=lambda path: path.name
-)
-def test_no_file_has_a_secret_that_everybody_knows(path):
-    found = [value for value in _SECRET.findall(path.read_text(encoding="utf-8")) if not _NO_DEFAULT.fullmatch(value)]
-    assert not found
+def test_no_file_has_a_secret_that_everybody_knows():
+    files = [path for path in CONFIGS.rglob("*") if path.is_file() and path.suffix != ".pyc"]
+    found = [value for path in files for value in _SECRET.findall(path.read_text(encoding="utf-8"))]
+    assert found and [value for value in found if not _NO_DEFAULT.fullmatch(value)] == []
 
 
 def test_whoever_says_how_a_lock_is_installed_leaves_pips_own_resolution_out():
@@ -247,7 +245,6 @@ def test_compose_starts_what_envoys_configuration_names():
     engine = services["engine-0"]
     assert engine == services["engine-1"] and SECRET_VARIABLE in engine["environment"]
     assert engine["command"][engine["command"].index("--port") + 1] == port
-    assert f":{port}/health" in engine["healthcheck"]["test"][-1]
     host, _, s3_port = engine["environment"]["AWS_ENDPOINT_URL_S3"].removeprefix("http://").partition(":")
     assert services[host]["entrypoint"][-2:] == ["-p", s3_port]
     bucket = re.search(r"Bucket='([^']+)'", services["bucket"]["entrypoint"][-1])

@@ -12,15 +12,11 @@ from typing import Any
 import msgspec
 import uvicorn
 from fastapi import FastAPI, Request, Response
-from invariants import check
-from making import Made, make_artifact, make_engine, make_fingerprint, make_rope, sha256_hasher
+from homes import CHUNK, Home
+from making import Made, make_fingerprint, make_rope
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from lmcache_cartridge.artifact.reading import load_token_ids
-from lmcache_cartridge.engine.trust import Trust
-from lmcache_cartridge.library.registry import Registry
-from lmcache_cartridge.memory.store import CartridgeStore
 from lmcache_cartridge.serve.admin import add_routes
 from lmcache_cartridge.serve.drain import Drain
 from lmcache_cartridge.serve.launch import free_port
@@ -28,7 +24,6 @@ from lmcache_cartridge.serve.metrics import PREFIX, RequestMetrics, StatusCollec
 from lmcache_cartridge.serve.resolve import Resolver
 from lmcache_cartridge.settings import Settings
 
-CHUNK = 16
 RANKS = 2
 ROPE = msgspec.structs.replace(make_rope(), pairing="half")
 """Keys can be moved, so there may be chains."""
@@ -41,42 +36,32 @@ Labels = dict[str, str]
 class Watched:
     """Stores of two ranks with every tier, or without the device's, what collects their numbers, and a registry that has it all."""
 
-    def __init__(self, home: Path, *, device: bool = True) -> None:
-        self.settings = Settings(
-            home=home, plain_prompts="all", cpu_bytes=CPU_CHUNKS * CHUNK_BYTES,
-            device_bytes=device * DEVICE_CHUNKS * CHUNK_BYTES,
-            disk_bytes=DISK_CHUNKS * CHUNK_BYTES, disk_local=True, lookup_timeout_s=20, reload_s=0,
-        )  # fmt: skip
+    def __init__(self, path: Path, *, device: bool = True) -> None:
+        sizes = {
+            "cpu_bytes": CPU_CHUNKS * CHUNK_BYTES, "device_bytes": device * DEVICE_CHUNKS * CHUNK_BYTES,
+            "disk_bytes": DISK_CHUNKS * CHUNK_BYTES, "disk_local": True, "reload_s": 0,
+        }  # fmt: skip
+        self.settings, self._home = Settings(home=path, **sizes), Home(path)
         self.registry = CollectorRegistry()
         self.collector = StatusCollector()
         self.registry.register(self.collector)
         self.requests = RequestMetrics(self.registry)
-        Registry(self.settings.registry_path)
-        engines = (make_engine(make_fingerprint(rope=ROPE), rank=rank, world=RANKS) for rank in range(RANKS))
-        self.stores = [CartridgeStore(self.settings, engine, Trust) for engine in engines]
+        ranks = [{"rank": rank, "world": RANKS} for rank in range(RANKS)]
+        self.stores = [
+            self._home.open(fingerprint=make_fingerprint(rope=ROPE), settings=sizes, **rank) for rank in ranks
+        ]
 
-    def make(
-        self,
-        name: str,
-        positions: int = 4 * CHUNK + 8,
-        dtype: str = "bfloat16",
-        within: str = "cartridges",
-        **arguments: Any,
-    ) -> Made:
-        """Register an artefact that lies `within` a directory of the home, and have the stores take it in."""
+    def make(self, name: str, positions: int = 4 * CHUNK + 8, dtype: str = "bfloat16", **arguments: Any) -> Made:
+        """Register an artefact, and have the stores take it in."""
         shape = make_fingerprint(rope=ROPE, dtype=dtype)
-        root = self.settings.home / within / name / "1"
-        made = make_artifact(root, cartridge_id=name, positions=positions, fingerprint=shape, **arguments)
-        Registry(self.settings.registry_path).register(root)
+        made = self._home.make(name, positions=positions, fingerprint=shape, **arguments)
         for store in self.stores:
             store.refresh()
         return made
 
     def look_up(self, made: Made, name: str) -> None:
         """Ask every rank for all chunks of a cartridge, and give back what was promised."""
-        hashes = list(
-            sha256_hasher(CHUNK)(load_token_ids(made.manifest, self.settings.cartridges_dir / name / "1").tolist())
-        )
+        hashes = self._home.prompt(name).hashes[: made.manifest.positions // CHUNK]
         for store in self.stores:
             assert store.lookup(hashes) == len(hashes)
             assert sum(store.release(chunk_hash) for chunk_hash in hashes) == len(hashes)
@@ -95,9 +80,7 @@ class Watched:
         return value(self.exposition(), name, **labels)
 
     def close(self) -> None:
-        for store in self.stores:
-            store.close()
-            check(store)
+        self._home.close()
 
 
 def value(exposition: str, name: str, **labels: str) -> float | None:

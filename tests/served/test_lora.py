@@ -14,9 +14,9 @@ from recall.ward import ask
 from serving import difference, serving
 from templates import WARD
 from test_l2_saving import NOISE, Served, _build, _questions
-from test_marks import MARK, Counted, chat, turns
+from test_marks import MARK, Counted, chat
 from waiting import until
-from wards import MODEL, Answer, Ward, patients, register, write_ward
+from wards import MODEL, Answer, Ward, content, patients, register, write_ward
 
 from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.make.model import CausalModel
@@ -101,17 +101,20 @@ def test_a_context_is_of_the_model_that_it_is_made_by_and_refused_to_others(serv
 def test_what_is_marked_is_read_for_the_model_that_it_was_marked_for(served):
     ward, texts = _ward(served), []
 
-    def asked(model: str, mark: dict[str, Any] | None) -> list[Counted]:
-        """Return what comes of questions behind the sheet."""
-        given = [turns(ward.document.text, fact, mark) for fact in ward.facts[:4]]
-        return [chat(served.asker, each, tokens=24, model=model) for each in given]
+    def asked(model: str, mark: dict[str, Any]) -> list[Counted]:
+        """Return what is said behind the sheet."""
+        found = []
+        for fact in ward.facts[:4]:
+            said = [{"type": "text", "text": ward.document.text} | mark, {"type": "text", "text": content(fact)}]
+            found.append(chat(served.asker, [{"role": "user", "content": said}], tokens=24, model=model))
+        return found
 
     def contexts() -> set[str]:
         return {each["id"] for each in served.asker.http.get(ROUTE).json()["data"]}
 
     names = contexts()
     for number, model in enumerate(MODELS, 1):
-        plain, _ = asked(model, None), asked(model, MARK)
+        plain, _ = asked(model, {}), asked(model, MARK)
         until(lambda number=number: len(contexts() - names) == number)
         read = asked(model, MARK)
         texts.append([each.text for each in plain])
