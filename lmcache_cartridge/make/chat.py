@@ -53,7 +53,7 @@ def render(model: CausalModel, messages: Sequence[Message], arguments: Mapping[s
     plain = msgspec.to_builtins(list(messages))
     ids, chat = asyncio.run(begun(tokenized, plain, dict(arguments)))
     another = {"strftime_now": lambda form: "another day"} | dict(arguments)
-    if _ids(model, plain, another, add_generation_prompt=False) != ids:
+    if asyncio.run(begun(tokenized, plain, another))[0] != ids:
         raise ArtifactError(
             f"the chat template of {model.name} writes today's date before the document, so no other day's requests "
             """begin so; give the date to --chat-arguments, such as '{"date_string": "26 Jul 2024"}'"""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from os.path import commonprefix
 from typing import Any
 
 import msgspec
@@ -14,6 +16,15 @@ from .request import Refusal
 STAND_IN = 200
 """Characters of a message that stand for it on servers. It is the end, so that a token that begins in the message and
 ends behind it is the same."""
+_GO_ON: Any = (
+    *([{"role": "user", "content": text}] for text in ("Hi", "\n7 days?", "\n\n\nWhy?", " What?")),
+    [
+        {"role": "user", "content": "What?"},
+        {"role": "assistant", "content": "This."},
+        {"role": "user", "content": "Why?"},
+    ],
+)
+"""How conversations may go on: other first characters, and more than one turn."""
 BEHIND = "behind"
 """Key of an engine's input whose ids are what comes behind a cartridge's messages, as they are."""
 _OTHERWISE = (
@@ -29,22 +40,32 @@ _NOT_RENDERED = (
 async def begun(tokenized: Any, messages: Any, arguments: Any) -> tuple[list[int], Chat]:
     """Return the ids that a chat template makes of messages, by what vLLM's `/tokenize` does, and how servers go on with them.
 
-    Raises `ArtifactError` where those are not the first ids of a conversation that goes on, and `KeyError` or `TypeError` for
-    what are no messages.
+    Where it closes a message only when the next has come, the ids end in the middle of it. Raises `ArtifactError` where they
+    are not the first ids of every conversation that goes on, and `KeyError` or `TypeError` for what are no messages.
     """
-    short = [each | {"content": each["content"][-STAND_IN:]} for each in messages]
-    asked = {"role": "user", "content": "Hi"}
-    ids, whole, prefix, shown = [
-        await tokenized(messages=found, chat_template_kwargs=arguments, add_generation_prompt=False)
-        for found in (messages, [*messages, asked], short, [*short, asked])
-    ]
-    chat = Chat(tuple(Message(**each) for each in short), tuple(prefix), arguments)
-    if [*ids, *(chat.behind(shown) or [])] != whole:
-        raise ArtifactError(
-            "the chat template does not begin a conversation that goes on with these messages as they are; try another role, or "
-            "end them with an assistant's"
+    # Each shorter than its message: so it is seen where a template puts a message behind the ids.
+    short = [each | {"content": each["content"][-min(STAND_IN, len(each["content"]) // 2) :]} for each in messages]
+
+    async def ids_of(*turns: Any, add_generation_prompt: bool = True) -> list[int]:
+        return await tokenized(
+            messages=list(turns), chat_template_kwargs=arguments, add_generation_prompt=add_generation_prompt
         )
-    return ids, chat
+
+    whole, shown = [[await ids_of(*first, *more) for more in _GO_ON] for first in (messages, short)]
+    found = [list(commonprefix(whole)[:-1])]
+    with suppress(ArtifactError):  # a template may want a user's message
+        found.insert(0, await ids_of(*messages, add_generation_prompt=False))
+    for ids in found:
+        left = len(whole[0]) - len(ids)
+        chat = Chat(
+            tuple(Message(**each) for each in short), tuple(shown[0][: max(0, len(shown[0]) - left)]), arguments
+        )
+        if chat.prefix and all([*ids, *(chat.behind(a) or [])] == b for a, b in zip(shown, whole, strict=True)):
+            return ids, chat
+    raise ArtifactError(
+        "the chat template does not begin every conversation with these messages: they stand elsewhere or are changed when "
+        "others follow; try another role, or end them with an assistant's"
+    )
 
 
 def behind(chat: Chat, ids: list[int], bos: int | None) -> list[int]:

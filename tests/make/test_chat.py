@@ -79,8 +79,8 @@ def _assert_goes_on(tokenizer: Any, ids: list[int], chat: Chat, first: list[Mess
 @pytest.mark.parametrize(
     "template, role, reason",
     [
-        (LAST, "system", "does not begin a conversation that goes on"), (INSIDE, "user", "roles must alternate"),
-        (DATED, "system", "today's date"), (COUNTING, "system", "does not begin a conversation that goes on"),
+        (LAST, "system", "does not begin every conversation"), (INSIDE, "user", "roles must alternate"),
+        (DATED, "system", "today's date"), (COUNTING, "system", "does not begin every conversation"),
         (None, "system", "no chat template"), ("{{ messages[0].oops.x }}", "system", "does not take"),
     ],
 )  # fmt: skip
@@ -90,9 +90,8 @@ def test_a_template_whose_tokens_are_no_beginning_is_refused_with_the_reason(tok
 
 
 @pytest.mark.parametrize("end", ENDS)
-@pytest.mark.parametrize(
-    "name, turns", [("chatml", ()), ("headers", ()), *((name, ("Well?", "Yes.")) for name in TEMPLATES)]
-)
+@pytest.mark.parametrize("turns", [(), ("Well?", "Yes.")])
+@pytest.mark.parametrize("name", TEMPLATES)
 def test_the_cartridge_and_what_goes_behind_it_are_the_templates_tokens_of_the_whole_conversation(
     tokenizer, name, turns, end
 ):
