@@ -315,14 +315,13 @@ def test_lmcache_keeps_what_it_loads_and_forgets_no_idle_engine(planned):
     assert "--hash-algorithm" not in command, "the default has no seed"
 
 
-def test_a_start_says_which_mode_leads_and_why_and_what_it_will_take(tmp_path, serve, monkeypatch):
+def test_a_start_says_which_mode_leads_and_why_and_what_it_will_take(serve, monkeypatch):
     monkeypatch.setattr(Launch, "become", lambda launch: None)
     for given, line in (
         ("", "in-process mode: vLLM has no GPU here"),
         ("", "compiles it, which takes minutes"),
         ("-dp 2", "multiprocess mode; in-process would be refused: data parallelism"),
         ("--mode multiprocess", "m, multiprocess, home="),
-        (f"--set contexts=true --l1-bytes 1GiB --library {tmp_path}", "contexts=True"),
     ):
         status, said = serve(f"--port {free_port()} {given}")
         assert (status, line in said) == (0, True)
