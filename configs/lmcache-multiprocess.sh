@@ -30,7 +30,7 @@ LMCACHE_TRACK_USAGE=false lmcache server --host 127.0.0.1 --port 5755 --http-por
   --l2-prefetch-policy retain --worker-reap-timeout-seconds 0 \
   --l2-adapter '{"type": "plugin", "module_path": "lmcache_cartridge.engine.l2", "class_name": "CartridgeL2Adapter",
                  "adapter_params": {"control": "'"$CONTROL"'", "lmcache_http": "http://127.0.0.1:8755",
-                                    "home": "'"$HOME_DIR"'", "cpu_bytes": "1GiB"}}' &
+                                    "home": "'"$HOME_DIR"'"}}' &
 
 # 2. vLLM, as soon as the other has started. With "kv_role": "kv_consumer" LMCache saves nothing of what it computes.
 #    `kv_load_failure_policy` must be fail where trained cartridges are served.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -44,6 +45,15 @@ def parse_bytes(value: Any) -> Any:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
+def memory_bytes() -> int:
+    """Return the memory that processes here may have: the machine's, or less where a container has a limit."""
+    size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for limit in ("memory.max", "memory/memory.limit_in_bytes"):  # of cgroups 2 and 1
+        with suppress(OSError, ValueError):  # the other kind's; "max"
+            size = min(size, int(Path("/sys/fs/cgroup", limit).read_text()))
+    return size
+
+
 def _endpoint(url: str) -> str:
     try:
         parts = urlsplit(url)
@@ -78,8 +88,9 @@ class Settings(BaseModel):
     device_bytes: Bytes | None = None
     """Budget of the device tier; 0 switches it off. By default 1 GiB, or a quarter of what vLLM leaves free where that is
     less."""
-    cpu_bytes: Bytes = 1 << 30
-    """Budget of the cpu tier, in each worker."""
+    cpu_bytes: Bytes = Field(default_factory=lambda: max(1 << 30, memory_bytes() // 32))
+    """Budget of the cpu tier, in each worker; by default a 32nd of the machine's or container's memory, at least 1 GiB. A
+    start says how many tokens that holds."""
     disk_bytes: Bytes = 16 << 30
     """Budget of the disk tier, which all processes with the same `disk_dir` share; 0 switches it off."""
     disk_local: bool = False

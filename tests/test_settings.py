@@ -10,6 +10,7 @@ from lmcache_cartridge.errors import SettingsError
 from lmcache_cartridge.settings import (
     HOME_VARIABLE,
     SECRET_VARIABLE,
+    Settings,
     default_home,
     from_mapping,
 )  # fmt: skip
@@ -23,6 +24,12 @@ PREFIX = "storage_plugin.cartridge."
 )  # fmt: skip
 def test_a_size_is_bytes_or_a_number_with_a_binary_unit(text, count):
     assert from_mapping({"cpu_bytes": text}).cpu_bytes == count
+
+
+@pytest.mark.parametrize(("memory", "count"), [(8 << 30, 1 << 30), (256 << 30, 8 << 30)])
+def test_the_cpu_tier_has_a_share_of_the_memory(monkeypatch, memory, count):
+    monkeypatch.setattr("lmcache_cartridge.settings.memory_bytes", lambda: memory)
+    assert Settings().cpu_bytes == count
 
 
 @pytest.mark.parametrize(

@@ -100,9 +100,10 @@ class Trust:
 def opened(settings: Settings, engine: Engine) -> CartridgeStore:
     """Return a store for an engine, whose cartridges answer prompts by this rule."""
     store = CartridgeStore(settings, engine, Trust)
+    chunk_bytes, tokens, budget = store.shape.size_bytes, engine.chunk_tokens, settings.cpu_bytes
     logger.info(
-        "serving %d cartridges (%s) from %s: cpu tier %.2f GiB, chunk %d tokens of %d bytes, rank %d of %d, %s",
-        len(store.names()), ", ".join(store.names()[:8]), settings.home, settings.cpu_bytes / (1 << 30),
-        engine.chunk_tokens, store.shape.size_bytes, engine.rank, engine.world, engine.layout,
+        "serving %d cartridges (%s) from %s: the cpu tier of %.2f GiB holds %d tokens of this model, chunks are %d tokens of %d "
+        "bytes, rank %d of %d, %s", len(store.names()), ", ".join(store.names()[:8]), settings.home, budget / (1 << 30),
+        budget // chunk_bytes * tokens, tokens, chunk_bytes, engine.rank, engine.world, engine.layout,
     )  # fmt: skip
     return store
