@@ -60,8 +60,8 @@ def _config(name: str) -> PreTrainedConfig:
     return getattr(transformers, f"{kind}Config")(**fields)
 
 
-_LEFT_OUT = ("phi3 long", "qwen2.5-vl")
-"""One is for engines of another length; vLLM imports torchvision for the other, which is not beside a torch for CPU."""
+_LEFT_OUT = ("phi3 long", "qwen2-vl", "qwen2.5-vl", "qwen3-vl", "gemma3 seeing", "llama4 seeing")
+"""One is for engines of another length; vLLM imports torchvision for the others, which is not beside a torch for CPU."""
 FAMILIES: Mapping[str, Callable[[], PreTrainedConfig]] = {
     name: make for name, make in TRICKY.items() if name not in _LEFT_OUT
 } | {name: (lambda name=name: _config(name)) for name in _OTHERS}  # fmt: skip
