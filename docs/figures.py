@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -217,9 +218,10 @@ def families(result: Result) -> str:
         if one.what == "sound":
             notes = told.setdefault(str(one.case["model"]), {})
             if one.case["sound"] != "yes" or "note" in one.case:
-                why = textwrap.shorten(
-                    str(one.case.get("note", "not the answers of the prompt")), 80, placeholder=" ..."
+                note = re.sub(
+                    r"\w+ForCausalLM", "the model", str(one.case.get("note", "not the answers of the prompt"))
                 )
+                why = textwrap.shorten(note, 60, placeholder=" ...")
                 notes[why] = f"{notes[why]}, {one.case['mode']}" if why in notes else str(one.case["mode"])
     sound = [name for name, notes in told.items() if not notes]
     of = [one for one in result.figures if one.case["model"] in sound]
@@ -233,7 +235,8 @@ def families(result: Result) -> str:
     together: dict[str, list[str]] = {}
     for name, notes in told.items():
         if notes:
-            together.setdefault("; ".join(f"{modes}: {why}" for why, modes in notes.items()), []).append(name)
+            said = (why if "," in modes else f"{modes}: {why}" for why, modes in notes.items())
+            together.setdefault("; ".join(said), []).append(name)
     return "\n".join([alike, "", *(f"- {', '.join(names)}: {said}" for said, names in together.items())]).rstrip()
 
 
