@@ -282,7 +282,7 @@ class TestCells(CellTests):
         if "--data-parallel-size" in served.cell.options:
             finished = [served.client.metric(f'vllm:request_success_total{{engine="{engine}"') for engine in range(2)]
             assert min(finished) > 0, "one of them had nothing to do"
-        sizes = set(map(int, re.findall(r"chunk \d+ tokens of (\d+) bytes", served.log.read_text())))
+        sizes = set(map(int, re.findall(r"chunks are \d+ tokens of (\d+) bytes", served.log.read_text())))
         if served.cell.in_fp8:
             assert sizes == {served.cell.chunk * served.model.fingerprint.token_bytes // 2}, "a byte for each number"
         assert {served.client.state(name)["canary"] for name in ("a", "b", "short")} == {"passed"}
