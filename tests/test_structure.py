@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 import io
 import json
+import re
 import subprocess
 import sys
 import tokenize
 from collections import Counter
 from collections.abc import Iterator
+from configparser import ConfigParser
 from pathlib import Path
 
 import pytest
@@ -187,6 +189,19 @@ def test_the_rooms_above_the_engine_know_no_engine_and_no_cloud():
         is_s3 = module in (f"{PACKAGE}.sources.s3", f"{PACKAGE}.sources.s3_client")
         hosts = HOSTS - ({"boto3", "botocore"} if is_s3 else set())
         assert [name for name in IMPORTS[module] if name.partition(".")[0] in hosts] == [], module
+
+
+def test_what_is_imported_is_declared_or_comes_with_what_is():
+    """A package that only our tests' environment has would be missed by users alone."""
+    setup = ConfigParser()
+    setup.read(ROOT.parent / "setup.cfg")
+    extras = {name: text for name, text in setup["options.extras_require"].items() if name != "test"}
+    lines = "\n".join([setup["options"]["install_requires"], *extras.values()]).split()
+    declared = {re.split(r"[>=\[]", line)[0].lower().replace("-", "_") for line in lines}
+    brought = {"vllm", "lmcache", "fastapi", "starlette", "psutil", "botocore", "urllib3"}  # the engine's, and boto3's
+    named = {"yaml": "pyyaml", "zmq": "pyzmq"}
+    tops = {name.partition(".")[0] for names in IMPORTS.values() for name in names} - sys.stdlib_module_names
+    assert {named.get(top, top) for top in tops} - declared - brought == {PACKAGE}
 
 
 def _loaded_by(code: str, *arguments: str) -> list[set[str]]:

@@ -72,9 +72,18 @@ def auto_class(config: Any) -> Any:
 
 def outline(directory: Path, dtype: Any) -> Any:
     """Return a model whose weights are nowhere, and whose buffers, such as RoPE's frequencies, are computed."""
-    from accelerate import init_empty_weights  # which PEFT brings
+    config, register = read_config(directory), torch.nn.Module.register_parameter
 
-    config = read_config(directory)
+    def nowhere(module: Any, name: str, parameter: torch.nn.Parameter | None) -> None:
+        register(
+            module,
+            name,
+            parameter if parameter is None else torch.nn.Parameter(parameter.to("meta"), requires_grad=False),
+        )
+
     saved = getattr(config.get_text_config(), "dtype", None) or torch.float32
-    with init_empty_weights(include_buffers=False):
+    try:
+        torch.nn.Module.register_parameter = nowhere  # type: ignore[method-assign, assignment]
         return auto_class(config).from_config(config, dtype=saved if dtype == "auto" else dtype)
+    finally:
+        torch.nn.Module.register_parameter = register  # type: ignore[method-assign]
