@@ -53,7 +53,7 @@ def render(model: CausalModel, messages: Sequence[Message], arguments: Mapping[s
     plain = msgspec.to_builtins(list(messages))
     ids, chat = asyncio.run(begun(tokenized, plain, dict(arguments)))
     another = {"strftime_now": lambda form: "another day"} | dict(arguments)
-    if asyncio.run(begun(tokenized, plain, another))[0] != ids:
+    if _behind(model, chat, "Hi", another) is None:
         raise ArtifactError(
             f"the chat template of {model.name} writes today's date before the document, so no other day's requests "
             """begin so; give the date to --chat-arguments, such as '{"date_string": "26 Jul 2024"}'"""
@@ -65,11 +65,15 @@ def question_ids(model: CausalModel, text: str, chat: Chat | None) -> list[int]:
     """Return the ids of a question as it follows a cartridge: as it is, or as a user's message of its chat."""
     if chat is None:
         return model.encode(text, special=False)
-    messages = msgspec.to_builtins([*chat.messages, Message("user", text.strip())])
-    ids = chat.behind(_ids(model, messages, chat.arguments, add_generation_prompt=True))
+    ids = _behind(model, chat, text.strip(), chat.arguments)
     if ids is None:
         raise ArtifactError(f"the chat template of {model.name} is not the one that the cartridge was made with")
     return ids
+
+
+def _behind(model: CausalModel, chat: Chat, text: str, arguments: Mapping[str, Any]) -> list[int] | None:
+    messages = msgspec.to_builtins([*chat.messages, Message("user", text)])
+    return chat.behind(_ids(model, messages, arguments, add_generation_prompt=True))
 
 
 def _ids(model: CausalModel, messages: Any, arguments: Mapping[str, Any], *, add_generation_prompt: bool) -> list[int]:

