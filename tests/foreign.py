@@ -119,13 +119,3 @@ def pressed(model: Any, ids: list[int], kept: int | None = None) -> DynamicCache
         each = largest[..., None].expand(-1, -1, -1, layer.keys.shape[-1])
         layer.keys, layer.values = layer.keys.gather(2, each), layer.values.gather(2, each)
     return cache
-
-
-def logits_behind(model: Any, cache: DynamicCache, question: list[int], at: int) -> torch.Tensor:
-    """Return transformers' float32 logits of a question at position `at` behind a cache, which grows by it."""
-    places = at + torch.arange(len(question))[None]
-    with torch.inference_mode():
-        out = model.model(
-            input_ids=torch.tensor([question]), position_ids=places, past_key_values=cache, use_cache=True
-        )
-    return out.logits[0].float()

@@ -307,7 +307,6 @@ def import_(
     told = {
         "kind": imported.manifest.kind,
         "evidence": imported.evidence,
-        "dtype": imported.dtype,
         "warnings": list(imported.warnings),
     }
     finish(registry, imported.manifest, root, promote=not no_promote, **told)

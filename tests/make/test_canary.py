@@ -223,7 +223,7 @@ def _answered(**answer: Any) -> dict[str, Any]:
     [
         {"after": []}, {"behind": [_ASKED] * 5}, {"behind": [_answered(tokens=[[1000]] * 2, logprobs=[[-1.0]] * 2)]},
         *({"after": [{**_ASKED, "question": ids}]} for ids in ([], [1000], [3] * 65)),
-        *({"after": [_answered(**answer)]} for answer in ({"logprobs": [[-0.1]]}, {"tokens": [[]], "logprobs": [[]]}, {"noise": 100})),
+        *({"after": [_answered(**answer)]} for answer in ({"logprobs": [[-0.1]]}, {"noise": 100})),
     ],
     ids=str,
 )  # fmt: skip
@@ -233,7 +233,9 @@ def test_a_canary_that_cannot_be_asked_is_refused(tmp_path, change):
         decode(json.dumps(plain | {"canary": msgspec.to_builtins(CANARY) | change}).encode(), "here")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", ["gpt2", "falcon alibi", "gemma2", "gpt-oss", "llama4", "qwen2-moe", "deepseek-v3", "qwen3-vl"]
+)
 def test_questions_of_one_row_are_answered_as_if_each_stood_alone(tmp_path, family):
     """Whatever a family does with positions, masks and routers."""
     model = CausalModel(str(make_model(tmp_path / "model", FAMILIES[family]())), max_model_len=1024, dtype="float32")

@@ -133,16 +133,11 @@ def test_offline_messages_go_on_behind_it_and_text_and_ids_as_they_are(tokenizer
 # Files.
 
 
-def test_token_ids_made_elsewhere_are_read(model, tmp_path):
-    (tmp_path / "ids").write_text("[5, 0, 639, 7]")
-    assert read_ids(model, tmp_path / "ids").ids == [5, 0, 639, 7]
-
-
 @pytest.mark.parametrize(
     "text, reason",
     [
         ("[]", "length >= 1"), ("[1, 640]", "640 is outside the model's vocabulary of 640"), ("[1, -1]", "token id -1 is outside"),
-        ("a b", "malformed"), ("[1.5]", "Expected `int`"), (f"[{'5,' * 8999}5]", "9000 tokens"),
+        ("a b", "malformed"), (f"[{'5,' * 8999}5]", "9000 tokens"),
     ],
 )  # fmt: skip
 def test_a_file_that_holds_no_ids_of_the_model_is_refused(model, tmp_path, text, reason):
@@ -151,9 +146,7 @@ def test_a_file_that_holds_no_ids_of_the_model_is_refused(model, tmp_path, text,
         read_ids(model, tmp_path / "ids")
 
 
-@pytest.mark.parametrize(
-    "text", ["[]", "x", '[{"role": "user", "content": [1]}]', '[{"role": "user", "content": "x", "a": 1}]']
-)  # fmt: skip
+@pytest.mark.parametrize("text", ["[]", "x", '[{"role": "user", "content": [1]}]'])
 def test_messages_that_are_not_text_are_refused(tokenizer, tmp_path, text):
     (tmp_path / "m.json").write_text(text)
     with pytest.raises(ArtifactError, match=r"messages"):
@@ -194,10 +187,8 @@ def test_messages_and_ids_are_built_too(model, tmp_path, cli):
 
 
 @pytest.mark.parametrize(
-    "chat",
-    [Chat((), (1,)), Chat((Message("user", "x"),), ()), Chat((Message("user", "x"),), (VOCABULARY,))],
-    ids=["no message", "no prefix", "outside the vocabulary"],
-)  # fmt: skip
+    "chat", [Chat((), (1,)), Chat((Message("user", "x"),), ()), Chat((Message("user", "x"),), (VOCABULARY,))]
+)
 def test_a_manifest_whose_chat_cannot_be_gone_on_with_is_refused(tmp_path, chat):
     manifest = make_artifact(tmp_path / "a", positions=3).manifest
     with pytest.raises(ManifestError, match=r"at `\$\.chat|outside the model's vocabulary"):

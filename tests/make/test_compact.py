@@ -8,13 +8,11 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from commands import Cli
-from lessons import MODEL, TRAINED, UNSEEN, questions_on, write_questions
+from lessons import MODEL, TRAINED, UNSEEN, answered, questions_on, write_questions
 from making import flip_bit, make_artifact
 from msgspec import structs
-from recall.ward import Document, Fact, write_document
+from recall.ward import Document, write_document
 
-from lmcache_cartridge.artifact.manifest import Manifest
 from lmcache_cartridge.artifact.reading import PAYLOAD
 from lmcache_cartridge.errors import ArtifactError, CanaryFailed, ModelMismatch, UnsupportedModel
 from lmcache_cartridge.make.compact import closed, job, references
@@ -30,8 +28,6 @@ from lmcache_cartridge.make.train import lesson, packing
 from lmcache_cartridge.make.train.initial import prefilled
 
 P4, P16, P32 = 128, 32, 16
-SINGLE = ("--dtype", "float32")
-"""In bfloat16 a processor may take several times as long; one test has the model in its own dtype."""
 
 
 class Sheet(NamedTuple):
@@ -39,7 +35,6 @@ class Sheet(NamedTuple):
 
     model: CausalModel
     document: Document
-    facts: tuple[Fact, ...]
     ids: list[int]
     kv: torch.Tensor
     questions: list[Question]
@@ -47,14 +42,13 @@ class Sheet(NamedTuple):
 
     def exact(self, kv: torch.Tensor) -> float:
         """Return the share of facts answered right after KV in bfloat16, in a wording that nothing was made with."""
-        prompts = [self.model.question_ids(UNSEEN.format(**fact._asdict()), "chat") for fact in self.facts]
-        wanted = [self.model.encode(fact.value, special=False) for fact in self.facts]
-        found = self.model.answers_after(kv.bfloat16().float(), prompts, 3)
-        return sum(got == right for got, right in zip(found, wanted, strict=True)) / len(wanted)
+        asked = questions_on(self.document, [UNSEEN])
+        given = lesson.prepare(self.model, self.ids, asked, kv, form="chat", top_k=0, answer_tokens=4, teach=False)
+        return answered(self.model, kv.bfloat16().float(), given)
 
-    def asked_in(self, *wordings: str) -> list[Question]:
-        """Return a question on each fact in each wording."""
-        return [Question(text.format(**fact._asdict()), fact.value) for fact in self.facts for text in wordings]
+    def every(self, step: int, first: int = 0) -> Sheet:
+        """Return the sheet with some of its facts to ask for."""
+        return self._replace(document=replace(self.document, facts=self.document.facts[first::step]))
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +63,7 @@ def _sheet(seed: str, tokens: int) -> Sheet:
     ids = model.encode(document.text, special=True)
     kv, questions = prefilled(model, ids), questions_on(document)
     asked = collect(model, kv, references_of(model, ids, Wanted(P4, questions)))
-    return Sheet(model, document, document.facts, ids, kv, questions, asked)
+    return Sheet(model, document, ids, kv, questions, asked)
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +104,7 @@ def test_keys_left_where_they_were_answer_far_worse():
     """The control: the same KV, its keys nearer to the question than they were by n - p positions, which are 770 here."""
     long = _sheet("compact dev 0", 1024)
     kv = compacted(long.kv, long.asked, 256)
-    long = long._replace(facts=long.facts[::3])
+    long = long.every(3)
     right = long.exact(rerotated(long.model, kv, len(long.ids)))
     assert right >= 0.97
     assert long.exact(kv) <= right - 0.3
@@ -159,12 +153,13 @@ def test_refining_goes_by_questions_and_is_left_out_where_it_answers_less(sheet,
 
 def test_the_gate_goes_by_questions_that_the_fit_has_not_seen(sheet):
     """It is made for half of the facts, and asked for the others."""
-    half, others = (sheet._replace(facts=sheet.facts[first::2]) for first in (0, 1))
-    wanted = Wanted(P32, half.asked_in(TRAINED[0]), others.asked_in(UNSEEN), refine=0, accept=0.0)
+    half, others = sheet.every(2), sheet.every(2, 1)
+    asked = questions_on(half.document, TRAINED[:1]), questions_on(others.document, [UNSEEN])
+    wanted = Wanted(P32, *asked, refine=0, accept=0.0)
     made = compact(sheet.model, sheet.kv, sheet.ids, wanted)
     found, unseen = made.about.measured, others.exact(made.kv)
     assert unseen <= half.exact(made.kv) - 0.2, "the control"
-    assert (found.of, found.count) == ("questions", len(others.facts))
+    assert (found.of, found.count) == ("questions", len(others.document.facts))
     assert found.cartridge == pytest.approx(unseen, abs=0.02) and found.interval[0] < unseen < found.interval[1]
     with pytest.raises(CanaryFailed, match=f"it answers {found.cartridge:.1%} of {found.count} questions"):
         compact(sheet.model, sheet.kv, sheet.ids, replace(wanted, accept=ACCEPT))
@@ -184,39 +179,20 @@ def test_the_teacher_holds_no_more_copies_of_the_document_than_its_bound(sheet, 
     assert torch.allclose(found, expected, atol=1e-3)
 
 
-class Home(NamedTuple):
-    """A home, and what says that the sheet is to be compacted in it."""
-
-    cli: Cli
-    document: tuple[object, ...]
-    asked: tuple[object, ...]
-
-    def read(self, name: str) -> tuple[Manifest, torch.Tensor]:
-        manifest, root = self.cli.artefact(name)
-        return manifest, read_kv(manifest, root).float()
-
-
-@pytest.fixture
-def home(sheet, tmp_path, cli):
-    (tmp_path / "sheet.txt").write_text(sheet.document.text)
-    questions = write_questions(tmp_path / "questions.jsonl", sheet.document)
-    document = ("--model", MODEL, "--document", tmp_path / "sheet.txt", "--chunk-size")
-    return Home(cli, document, ("--questions", questions))
-
-
-def test_what_was_built_is_compacted_later_and_only_that(sheet, home):
+def test_what_was_built_is_compacted_later_and_only_that(sheet, tmp_path, cli):
     """What is compacted as it is built answers in served/test_matrix_shipped."""
-    cli, of_whole = home.cli, ("build", "--from", "whole", "--model", MODEL)
-    whole = cli.json("build", *home.document, 64, "--id", "whole", *SINGLE)
-    shown = cli.json(
-        *of_whole, "--id", "later", "--compact", P4, "--payload", "int8", "--refine", 0, *home.asked, *SINGLE
-    )
+    (tmp_path / "sheet.txt").write_text(sheet.document.text)
+    asked = write_questions(tmp_path / "questions.jsonl", sheet.document)
+    build = ("build", "--model", MODEL, "--dtype", "float32")
+    whole = cli.json(*build, "--document", tmp_path / "sheet.txt", "--chunk-size", 64, "--id", "whole")
+    shown = cli.json(*build, "--from", "whole", "--id", "later", "--compact", P4, "--payload", "int8", "--refine", 0,
+                     "--questions", asked)  # fmt: skip
     assert shown["positions"] == P4 and shown["measured"]["count"] == len(sheet.questions) // 10
-    manifest, kv = home.read("later")
+    manifest, root = cli.artefact("later")
     about = manifest.provenance
     assert (manifest.kind, manifest.positions, manifest.document.count) == ("trained", P4, len(sheet.ids))
     assert about.tool.endswith(" compact") and about.compaction.queries == "questions" and manifest.canary
-    assert sheet.exact(kv) >= 0.97 and about.origin is not None
+    assert sheet.exact(read_kv(manifest, root).float()) >= 0.97 and about.origin is not None
     assert manifest.payload_bytes < 0.35 * P4 / len(sheet.ids) * whole["bytes"]
     again = cli.refused("build", "--from", "later", "--model", MODEL, "--id", "t", "--compact", "8x")
     assert "only a prefill cartridge" in again

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import foreign
 import pytest
-import torch
 from making import files_under, flip_bit, make_artifact
 from wards import MODEL
 
 from lmcache_cartridge.artifact.manifest import Origin
 from lmcache_cartridge.artifact.reading import PAYLOAD, chunk_range
 from lmcache_cartridge.cli.recall import load_sheet
-from lmcache_cartridge.errors import ArtifactError, CorruptChunk
+from lmcache_cartridge.errors import CorruptChunk
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make.write import compress
 from lmcache_cartridge.memory import codec
@@ -28,15 +26,6 @@ def build(tmp_path):
     return words
 
 
-def test_build_stores_int8_and_the_canary_runs_on_what_will_be_served(cli, build):
-    common = build("--chunk-size", "64")
-    plain, small = cli.json(*common, "--id", "plain"), cli.json(*common, "--id", "small", "--payload", "int8")
-    assert small["canary_top1_equal"]
-    assert small["canary_max_abs_logit_difference"] != plain["canary_max_abs_logit_difference"]
-    assert 0.5 < small["bytes"] / plain["bytes"] < 0.6
-    assert cli.json("show", "small")["payload"]["encoding"] == "int8"
-
-
 @pytest.mark.parametrize("size, is_short", [(60, True), (1500, False)])
 def test_a_document_that_servers_would_not_inject_is_built_with_a_warning(cli, build, size, is_short):
     made = cli.json(*build("--id", "short", size=size))
@@ -49,7 +38,7 @@ def test_a_canary_that_fails_on_int8_alone_leaves_nothing(cli, build, monkeypatc
     monkeypatch.setattr(codec, "decode", lambda *a: (decode(*a), a[1].zero_()))
     common = build("--id", "small")
     assert "after the stored KV the model's next token differs" in cli.refused(*common, "--payload", "int8")
-    cli.json(*common)
+    assert cli.json(*common)["canary_top1_equal"]
 
 
 @pytest.mark.parametrize("kind", ["prefill", "trained"])
@@ -70,14 +59,5 @@ def test_a_corrupt_cartridge_is_not_compressed(tmp_path):
     made = make_artifact(tmp_path / "doc", positions=80)
     flip_bit(tmp_path / "doc" / PAYLOAD, chunk_range(made.manifest, 4, range(1)).start)
     with pytest.raises(CorruptChunk, match="chunk 4"):
-        compress(tmp_path / "doc", tmp_path / "new", cartridge_id="new", version=1)
-    assert [path.name for path in tmp_path.iterdir()] == ["doc"]
-
-
-def test_numbers_that_int8_cannot_hold_leave_nothing(tmp_path):
-    kv = foreign.random_kv(80)
-    kv[1, 0, 40, 1, 3] = torch.finfo(torch.bfloat16).max
-    make_artifact(tmp_path / "doc", positions=80, kv=kv)
-    with pytest.raises(ArtifactError, match="too near to the largest bfloat16"):
         compress(tmp_path / "doc", tmp_path / "new", cartridge_id="new", version=1)
     assert [path.name for path in tmp_path.iterdir()] == ["doc"]

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import foreign
 import pytest
@@ -21,7 +19,7 @@ from wards import prefill
 
 from lmcache_cartridge.artifact import reading
 from lmcache_cartridge.artifact.manifest import Origin
-from lmcache_cartridge.cli.recall import MODEL_DIR, load_sheet
+from lmcache_cartridge.cli.recall import MODEL_DIR, SHEETS_DIR
 from lmcache_cartridge.errors import CartridgeError, ForeignFormatError
 from lmcache_cartridge.make.foreign.convert import Imported, import_
 from lmcache_cartridge.make.foreign.recognise import recognise
@@ -49,16 +47,12 @@ def _pairs(kv: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
 FORMS: dict[str, Callable[[torch.Tensor, Path], Path]] = {
     "peft cartridge, .bin": lambda kv, p: foreign.peft_adapter(kv, p / "a", safe=False),
     "hazy, fixed": lambda kv, p: foreign.hazy(kv, p / "a.pt", prefix="fixed"),
-    "hazy, frozen": lambda kv, p: foreign.hazy(kv, p / "a.pt"),
     # As many frozen positions as heads: that tensor alone fits two readings, the trainable ones tell.
     "hazy, two frozen": lambda kv, p: foreign.hazy(kv, p / "a.pt", frozen=2),
-    "hazy, nothing frozen": lambda kv, p: foreign.hazy(kv, p / "a.pt", frozen=0),
     "knlp, frozen is None": lambda kv, p: foreign.hazy(kv, p / "a.pt", frozen=0, plain=True),
     "pairs in dicts": lambda kv, p: foreign.pairs(kv, p / "a.pt", names=("k", "v")),
     "pairs without batch axis": lambda kv, p: _saved(p, [(k[0], v[0]) for k, v in _pairs(kv)]),
-    "a directory of pairs": lambda kv, p: foreign.pairs(kv, p / "cartridge.pt").parent,
     "flat": lambda kv, p: _saved(p, foreign.flat(kv)),
-    "fork": lambda kv, p: _saved(p, {"token_ids": None, "kv_cache": foreign.flat(kv), "metadata": {"model": "recall"}}),
 }  # fmt: skip
 
 
@@ -68,8 +62,6 @@ def test_a_format_is_recognised_and_its_kv_written_bit_for_bit(model, tmp_path, 
     done = bring(model, FORMS[name](kv, tmp_path), tmp_path / "out")
     assert (done.manifest.kind, done.manifest.positions) == ("trained", P)
     assert torch.equal(stored_kv(tmp_path / "out"), kv)
-    assert list(reading.verify(tmp_path / "out"))
-    assert not list(tmp_path.glob("*.partial"))
 
 
 def test_no_special_added_or_mark_like_token_is_ordinary():
@@ -98,7 +90,7 @@ def test_ids_whose_forward_pass_gives_the_kv_make_a_prefill_cartridge(model, ids
         assert reading.load_token_ids(done.manifest, tmp_path / f"out-{path.stem}").tolist() == ids[:P]
 
 
-@pytest.mark.parametrize("layer, position, share", [(ALL, 0, 1.0), (ALL, P - 1, 1.0), (0, ALL, 0.05), (2, ALL, 0.2)])
+@pytest.mark.parametrize("layer, position, share", [(ALL, P - 1, 1.0), (0, ALL, 0.05), (2, ALL, 0.2)])
 def test_ids_that_do_not_give_the_kv_are_not_its_tokens(model, ids, tmp_path, layer, position, share):
     """One position of another token is enough, or one layer that was trained a little."""
     foreign.write_ids(tmp_path, ids[:P])
@@ -109,14 +101,11 @@ def test_ids_that_do_not_give_the_kv_are_not_its_tokens(model, ids, tmp_path, la
     assert reading.load_token_ids(done.manifest, tmp_path / "out").tolist() != ids[:P]
 
 
-@pytest.mark.parametrize("where", ["json list", "json dict", "pt", "directory"])
+@pytest.mark.parametrize("where", ["pt", "directory"])
 def test_ids_alone_make_a_cartridge_of_tokens(model, ids, tmp_path, where):
-    path = tmp_path / "prefix_token_ids.json"
-    if where == "pt":
-        path = _saved(tmp_path, {"token_ids": torch.tensor([ids[:50]]), "kv_cache": None, "metadata": {"a": [1]}})
-    else:
-        path.write_text(json.dumps({"token_ids": ids[:50]} if where == "json dict" else ids[:50]))
-    done = bring(model, tmp_path if where == "directory" else path, tmp_path / "out")
+    (tmp_path / "prefix_token_ids.json").write_text(json.dumps({"token_ids": ids[:50]}))
+    content = {"token_ids": torch.tensor([ids[:50]]), "kv_cache": None, "metadata": {"a": [1]}}
+    done = bring(model, _saved(tmp_path, content) if where == "pt" else tmp_path, tmp_path / "out")
     assert (done.manifest.kind, done.manifest.payload) == ("tokens", None)
     assert reading.load_token_ids(done.manifest, tmp_path / "out").tolist() == ids[:50]
 
@@ -139,12 +128,6 @@ def _ids(path: Path, ids: list[int]) -> Path:
     return _kv(path)
 
 
-def _halved(path: Path) -> Path:
-    content = foreign.quiet_load(foreign.hazy(foreign.random_kv(P), path / "a.pt"))
-    content.pop("frozen_values")
-    return _saved(path, content)
-
-
 def _peft(path: Path, **fields: Any) -> Path:
     return foreign.edit_config(foreign.peft_adapter(foreign.random_kv(P), path / "a"), **fields)
 
@@ -155,13 +138,10 @@ def _two_tensors(path: Path) -> Path:
     return weights.parent
 
 
-NO_PAIR = "KV is not a tensor of keys and one of values"
 REFUSED: list[tuple[Callable[[Path], Path], str]] = [
     (lambda p: foreign.pairs(foreign.random_kv(foreign.HEADS), p / "a.pt"), "fits heads before positions and positions before heads"),
     (partial(_kv, layers=4), "KV of 4 layers .*; the model has 3"),
     (partial(_kv, head_size=32), r"layers of \[\(2, 64, 32\)\].*of \(2, p, 64\) or \(p, 2, 64\)"),
-    (
-        lambda p: _saved(p, [(t.clone(), t.clone()) for t in torch.ones(3, 2, 2, P, 64)]), r"layers of \[\(2, 2, 64, 64\)\]"),
     (lambda p: _saved(p, [(k, v[:, :, n // 2 :]) for n, (k, v) in enumerate(_pairs(foreign.random_kv(P)))]), r"\[\(2, 63, 64\), \(2, 64, 64\)\].* p the same in all"),
     (lambda p: foreign.pairs(foreign.random_kv(8192), p / "a.pt"), "8192 tokens; the model's context"),
     (partial(_kv, dtype=torch.int8), "dtype int8; expected bfloat16, float16, float32 or float64"),
@@ -169,15 +149,14 @@ REFUSED: list[tuple[Callable[[Path], Path], str]] = [
     (_nan, "values of layer 2 are not finite"),
     (lambda p: _ids(p, [5] * 63), "63 token ids for KV of 64 positions"),
     (lambda p: _ids(p, [5] * 63 + [640]), "token id 640 is outside the model's vocabulary of 640"),
-    (_halved, f"frozen {NO_PAIR}"),
     (
-        lambda p: _saved(p, {k: v for k, v in foreign.flat(foreign.random_kv(P)).items() if ".1." not in k}), NO_PAIR),
+        lambda p: _saved(p, {k: v for k, v in foreign.flat(foreign.random_kv(P)).items() if ".1." not in k}),
+        "KV is not a tensor of keys and one of values"),
     (partial(_peft, peft_type="LORA"), "Invalid enum value .LORA."),
     (
         lambda p: foreign.peft_adapter(foreign.random_kv(P), p / "a", kind="PREFIX_TUNING", prefix_projection=True,
                                        encoder_hidden_size=8), "prefix_projection is on.*set prefix_projection to false"),
     (partial(_peft, num_virtual_tokens=65), r"shape \(64, 768\).*says \(65, 768\)"),
-    (partial(_peft, num_transformer_submodules=2), "num_transformer_submodules"),
     (_two_tensors, "the one tensor prompt_embeddings was expected"),
     (lambda p: foreign.pairs(foreign.random_kv(P), _kv(p).with_name("b.pt")).parent, "one other .pt file.*it has 2"),
 ]  # fmt: skip
@@ -198,8 +177,6 @@ def test_a_frozen_prefix_of_distractors_is_left_out_on_request(model, tmp_path):
     assert "32 frozen positions stay in front" in str(bring(model, path, tmp_path / "kept").warnings)
     assert bring(model, path, tmp_path / "dropped", drop_frozen=True).warnings == ()
     assert torch.equal(stored_kv(tmp_path / "dropped"), kv[:, :, P // 2 :])
-    bring(model, foreign.pairs(kv, tmp_path / "b.pt"), tmp_path / "out", drop_frozen=True)
-    assert torch.equal(stored_kv(tmp_path / "out"), kv), "it has none"
 
 
 # dtypes.
@@ -207,21 +184,13 @@ def test_a_frozen_prefix_of_distractors_is_left_out_on_request(model, tmp_path):
 
 def test_rounding_is_done_on_request_and_the_logits_are_those_of_peft_itself(model, tmp_path):
     path = foreign.peft_adapter(foreign.random_kv(P, dtype=torch.float32), tmp_path / "a", kind="PREFIX_TUNING")
-    assert bring(model, path, tmp_path / "out", rounding=True).dtype == "float32 to bfloat16, rounded"
+    bring(model, path, tmp_path / "out", rounding=True)
     question = model.encode("Q: blood of Tehor? A:", special=False)
     right, kv = foreign.peft_logits(path, question), stored_kv(tmp_path / "out")
     assert torch.equal(right, model.logits_after(kv, question)), "at position p for both; keys are rotated already"
 
 
 # Documents, warnings, chunk sizes, provenance.
-
-
-def test_a_trained_cartridge_carries_the_ids_of_its_document(model, tmp_path):
-    text = load_sheet("ward-a").text
-    (tmp_path / "sheet.txt").write_text(text)
-    done = bring(model, _kv(tmp_path), tmp_path / "out", document=tmp_path / "sheet.txt")
-    assert reading.load_document_ids(done.manifest, tmp_path / "out").tolist() == model.encode(text, special=True)
-    assert done.manifest.provenance.document == "sheet.txt"
 
 
 def test_beside_a_kv_cache_in_no_known_form_the_token_ids_are_used_and_it_is_said(model, ids, tmp_path):
@@ -233,13 +202,12 @@ def test_beside_a_kv_cache_in_no_known_form_the_token_ids_are_used_and_it_is_sai
         bring(model, _saved(tmp_path, {"kv_cache": kv}), tmp_path / "none")
 
 
-@pytest.mark.parametrize("named, warns", [("somebody/Model", False), ("/home/me/secret/llama", True)])
-def test_provenance_says_what_was_imported_and_no_path_of_another_machine(model, tmp_path, named, warns):
-    path = _peft(tmp_path, base_model_name_or_path=named)
+def test_provenance_says_what_was_imported_and_no_path_of_another_machine(model, tmp_path):
+    path = _peft(tmp_path, base_model_name_or_path="/home/me/secret/llama")
     done = bring(model, path, tmp_path / "out")
     digest = blake3((path / "adapter_model.safetensors").read_bytes()).hexdigest()
     assert done.manifest.provenance.origin == Origin("PEFT CARTRIDGE adapter", "adapter_model.safetensors", digest)
-    assert ("made for" in str(done.warnings)) == warns
+    assert "made for /home/me/secret/llama" in str(done.warnings)
     written = (tmp_path / "out" / "manifest.json").read_text()
     assert "secret" not in written and str(tmp_path) not in written
 
@@ -247,29 +215,27 @@ def test_provenance_says_what_was_imported_and_no_path_of_another_machine(model,
 # The command line.
 
 
-def test_the_command_imports_and_registers(tmp_path, cli):
-    base = ("import", foreign.peft_adapter(foreign.random_kv(256), tmp_path / "a"), "--model", MODEL_DIR, "--id", "it")
+def test_the_command_imports_and_registers(ids, tmp_path, cli):
+    base = ("import", foreign.peft_adapter(foreign.random_kv(256), tmp_path / "a"), "--model", MODEL_DIR, "--id", "it",
+            "--document", SHEETS_DIR / "ward-a.txt")  # fmt: skip
     for _ in range(2):  # what is there already is no new version
         result = cli.json(*base, "--payload", "int8")
         assert (result["name"], result["kind"], result["positions"]) == ("it@1", "trained", 256)
-        assert (result["dtype"], result["warnings"]) == ("float32 to bfloat16, exact", [])
-    assert cli.artefact("it")[0].payload.encoding == "int8" and cli.json("verify", "it")[0]["sound"] is True
+        assert result["warnings"] == []
+    manifest, root = cli.artefact("it")
+    assert manifest.payload.encoding == "int8" and cli.json("verify", "it")[0]["sound"] is True
+    assert reading.load_document_ids(manifest, root).tolist() == ids
 
 
-def test_a_hub_id_is_taken_from_the_local_cache_and_the_network_left_alone(tmp_path, cli, monkeypatch):
-    lookup = Mock(side_effect=OSError("no network here"))
-    monkeypatch.setattr(socket, "getaddrinfo", lookup)
+def test_a_hub_id_is_taken_from_the_local_cache_and_a_path_is_none(tmp_path, cli, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     kept = tmp_path / "cache" / "models--org--notes"
     foreign.peft_adapter(foreign.random_kv(16), kept / "snapshots" / ("0" * 40))
     (kept / "refs").mkdir()
     (kept / "refs" / "main").write_text("0" * 40)
     common = ("--model", MODEL_DIR, "--id", "it")
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     cli.json("import", "org/notes", *common)
     assert cli.artefact("it")[0].provenance.origin.name == "org/notes"
     assert "org/other: no such file here, and the Hub gave none" in cli.refused("import", "org/other", *common)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     assert "no such file or directory" in cli.refused("import", "./org/notes", *common)
-    assert not lookup.called, "a path needs no network"
-    assert cli.refused("import", "org/other", *common) and lookup.called, "the control"

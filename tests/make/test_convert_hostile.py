@@ -97,23 +97,16 @@ def _bomb(where: str, path: Path, mark: Path) -> Path:
         parts = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(1))])
         parts.__dict__["_size"] = bomb
         content = {"trainable_keys": parts}
-    elif where == "beside":
-        content = {"trainable_keys": foreign.htd(foreign.random_kv(P))[0], "metadata": {"a": [{"b": (bomb,)}]}}
-    if where == "bare":
-        path.write_bytes(pickle.dumps(content, protocol=2))
-    else:
-        torch.save(content, path, pickle_protocol=4 if where == "protocol 4" else 2,
-                   _use_new_zipfile_serialization=where != "before 1.6")  # fmt: skip
+    torch.save(content, path, pickle_protocol=4 if where == "protocol 4" else 2,
+               _use_new_zipfile_serialization=where != "before 1.6")  # fmt: skip
     return path
 
 
 NAMED = r"wants .*posix\.mkdir"
 BOMBS = {
     "alone": NAMED,
-    "beside": NAMED,
     "parameters": NAMED,
     "protocol 4": "Unsupported operand",
-    "bare": "not a zip file",
     "before 1.6": "not a zip file",
 }
 
@@ -125,7 +118,7 @@ def test_a_bomb_is_refused_and_does_not_go_off(tmp_path, where):
         recognise(path)
     assert "\n" not in str(caught.value)
     assert not mark.exists()
-    pickle.loads(path.read_bytes()) if where == "bare" else foreign.quiet_load(path)
+    foreign.quiet_load(path)
     assert mark.exists(), "the bomb was no bomb"
 
 
@@ -188,26 +181,14 @@ def _adapter(path: Path, file: str, content: bytes) -> Path:
     return directory
 
 
-def _weights(header: bytes) -> Callable[[Path], Path]:
-    return lambda path: _adapter(path, "adapter_model.safetensors", header + bytes(100))
-
-
-def _config(text: bytes) -> Callable[[Path], Path]:
-    return lambda path: _adapter(path, "adapter_config.json", text)
-
-
 LARGER = "not resizable"
 LIES: dict[str, tuple[dict[str, Any], str]] = {
     "huge storage": ({"size": (1, 2, HUGE, 64), "strides": (0, HUGE * 64, 64, 1), "count": HUGE * 128}, LARGER),
     "huge tensor of no bytes": ({"size": (1, 2, HUGE, 64), "strides": (0, 0, 0, 1)}, "declare .* bytes, the file has"),
-    "more tensor than storage": ({"size": (1, 2, 16, 64)}, LARGER),
     "no such record": ({"key": "7"}, "data/7"),
-    "an offset beyond": ({"offset": 1}, LARGER),
     "a negative offset": ({"offset": -64}, "offset|negative"),
-    "a negative size": ({"size": (1, 2, -8, 64)}, "overflow"),
 }
 ONE = torch.ones(1, dtype=torch.int64)
-SHAPE = b'{"prompt_embeddings": {"dtype": "BF16", "shape": [1099511627776, 768], "data_offsets": [0, 100]}}'
 HOSTILE: dict[str, tuple[Callable[[Path], Path], str]] = {
     **{name: (lambda p, lie=lie: _archive(p, _layers(**lie)), said) for name, (lie, said) in LIES.items()},
     "ids of no bytes": (lambda p: _saved(p, {"token_ids": ONE.expand(HUGE)}), "not a list of at least one whole number"),
@@ -216,14 +197,13 @@ HOSTILE: dict[str, tuple[Callable[[Path], Path], str]] = {
         lambda p: _archive(p, b"\x80\x02}N" + b"\x85" * 200_000 + b"Ns."), "200000 tuples in its pickle, more than"),
     "a pickle too large": (lambda p: _archive(p, "a" * (9 << 20)), "no one data.pkl of at most"),
     "compressed": (lambda p: _archive(p, ["a" * (1 << 22)], packed=True), "is compressed, which torch.save never does"),
-    "a lying directory": (_lying_directory, r"declares \d+ bytes|plain tensors"),
+    "a lying directory": (_lying_directory, "plain tensors"),
     "two pickles": (lambda p: _more(p, "b/data.pkl"), "no one data.pkl"),
     "a name that climbs out": (lambda p: _more(p, "../../evil"), "file in archive is not"),
     "a parameter list of a huge length": (_endless, "no known form"),
-    "safetensors, header of 8 exabytes": (_weights((1 << 63).to_bytes(8, "little")), "not a sound safetensors"),
-    "safetensors, huge shape": (_weights(len(SHAPE).to_bytes(8, "little") + SHAPE), "not a sound safetensors"),
-    "config, deep": (_config(b"[" * 200_000), "Expected `object`"),
-    "config, p of 10^30": (_config(b'{"peft_type": "CARTRIDGE", "num_virtual_tokens": 1' + b"0" * 30 + b"}"), "Expected `int` <= "),
+    "safetensors, header of 8 exabytes": (
+        lambda p: _adapter(p, "adapter_model.safetensors", (1 << 63).to_bytes(8, "little")), "not a sound safetensors"),
+    "config, deep": (lambda p: _adapter(p, "adapter_config.json", b"[" * 200_000), "Expected `object`"),
 }  # fmt: skip
 
 
@@ -257,7 +237,7 @@ def test_torch_alone_would_not_have_run_anything_either(tmp_path, monkeypatch):
             return set()
 
     monkeypatch.setattr(pickle_reader, "ALLOWED", Everything())
-    for where in ("alone", "beside", "parameters", "protocol 4"):
+    for where in ("alone", "parameters"):
         path = _bomb(where, tmp_path / "a.pt", tmp_path / "ran")
         with pytest.raises(ForeignFormatError):
             recognise(path)
@@ -296,29 +276,23 @@ def _attempt(model: CausalModel, path: Path, out: Path) -> bool:
     return bool(list(reading.verify(out)))
 
 
-@pytest.mark.parametrize("name", ["hazy", "hazy pickle", "adapter_model.safetensors", "adapter_config.json"])
-def test_a_changed_file_is_refused_or_read_as_torch_and_safetensors_read_it(model, tmp_path, name):
-    """An archive's checksums cover every byte that counts, and an adapter's configuration holds no KV."""
+@pytest.mark.parametrize("part", ["file", "pickle"])
+def test_a_changed_file_is_refused_or_read_as_torch_reads_it(model, tmp_path, part):
+    """An archive's checksums cover every byte that counts."""
     kv, path, is_taken = foreign.random_kv(P), tmp_path / "a.pt", []
-    sound = foreign.hazy(kv, tmp_path / "sound.pt").read_bytes()
-    adapter = foreign.peft_adapter(kv, tmp_path / "adapter") if "adapter" in name else path
-    whole = (adapter / name).read_bytes() if "adapter" in name else sound
-    end = 200 if "safetensors" in name else None  # little but the header: of their numbers any are KV
+    sound = foreign.hazy(kv, path).read_bytes()
 
     @FUZZ
     @given(CHANGES)
     def run(changes: list) -> None:
-        if name == "hazy pickle":
+        path.write_bytes(_changed(sound, changes))
+        if part == "pickle":
             with zipfile.ZipFile(io.BytesIO(sound)) as before, zipfile.ZipFile(path, "w") as archive:
                 for entry in before.namelist():
                     data = before.read(entry)
                     archive.writestr(entry, _changed(data, changes) if entry.endswith("data.pkl") else data)
-        else:
-            changed = _changed(whole[:end], changes) + (whole[end:] if end else b"")
-            (path if name == "hazy" else adapter / name).write_bytes(changed)
-        is_taken.append(_attempt(model, adapter, tmp_path / "out"))
-        if is_taken[-1] and name in ("hazy", "adapter_config.json"):
-            assert torch.equal(stored_kv(tmp_path / "out"), kv)
+        is_taken.append(_attempt(model, path, tmp_path / "out"))
+        assert part == "pickle" or not is_taken[-1] or torch.equal(stored_kv(tmp_path / "out"), kv)
 
     run()
     assert any(is_taken), "this would pass a reader that refuses everything"

@@ -22,13 +22,12 @@ from lmcache_cartridge.artifact.manifest import Provenance
 from lmcache_cartridge.errors import SourceError
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make.ask import WAYS
-from lmcache_cartridge.make.evaluate import Answer, report, rows, same
+from lmcache_cartridge.make.evaluate import Answer, report, rows
 from lmcache_cartridge.make.questions import Question, save
 from lmcache_cartridge.make.server import PROMPT, Server, read_score
 from lmcache_cartridge.make.train.initial import prefilled
 from lmcache_cartridge.make.train.job import Job, Task
 from lmcache_cartridge.make.write import write_trained
-from lmcache_cartridge.serve.launch import free_port
 from lmcache_cartridge.settings import from_mapping
 
 CHUNK = 16
@@ -40,8 +39,6 @@ class Home(NamedTuple):
     path: Path
     school: School
     questions: Path
-    inside: int
-    """Questions whose fact stands in the head."""
 
 
 @pytest.fixture(scope="module")
@@ -62,9 +59,7 @@ def home(tmp_path_factory):
     (path / "sheet.txt").write_text(made.document.text)
     facts = made.document.facts
     save([Question(ask(f, 0).removeprefix("Q: ").removesuffix(" A:"), f.value) for f in facts], path / "q.jsonl")
-    head = made.model.tokenizer.decode(made.ids[:positions])
-    inside = sum(made.document.text.index(fact.patient) < len(head) - 40 for fact in facts)
-    return Home(path, made, path / "q.jsonl", inside)
+    return Home(path, made, path / "q.jsonl")
 
 
 @pytest.fixture(scope="module")
@@ -98,8 +93,7 @@ def test_the_model_here_and_a_real_server_give_the_same_answers(home, evaluate, 
         assert list(exact) == list(WAYS)
         assert exact["no prefix"] <= 0.25, "chance is 0.05; more would say that answers leak"
         assert exact["document"] >= 0.95
-        share = home.inside / len(home.school.document.facts)
-        assert share - 0.05 <= exact["cartridge"] <= share + 0.3, "what its half knows"
+        assert 0.4 <= exact["cartridge"] <= 0.8, "what its half knows"
         answers.append(json.loads((tmp_path / name / "evaluation.json").read_text())["answers"])
     for way in WAYS:
         pairs = list(zip(*(of[way] for of in answers), strict=True))
@@ -119,23 +113,12 @@ def test_a_document_given_as_text_is_the_one_the_cartridge_carries(home, evaluat
         assert _exact(evaluate("bare", *where, *text))["document"] == 1.0
 
 
-def test_raw_text_can_be_asked_too(home, evaluate, server, tmp_path):
-    raw = tmp_path / "raw.jsonl"
-    save([Question(ask(fact, 2), fact.value) for fact in home.school.document.facts[:8]], raw)
-    ran = evaluate("half", "--url", server, "--questions", raw, "--ask-as", "text", "--format", "json")
-    assert _exact(ran)["document"] == 1.0
-
-
 # What is told.
 
 
-@pytest.mark.parametrize("name, where, said", [
-    ("bare", ("--model", MODEL), "bare@1 carries no text of its document; give --document"),
-    ("half", ("--model", "nowhere"), "nowhere is neither a directory"), ("half", ("--url", f"http://127.0.0.1:{free_port()}"), "Connect"),
-])  # fmt: skip
-def test_what_cannot_be_evaluated_is_one_line(home, name, where, said):
-    told = Cli(home.path).refused("evaluate", name, "--questions", home.questions, *where)
-    assert told.startswith("lmcache-cartridge: ") and told.count("\n") == 1 and said in told
+def test_what_carries_no_document_wants_it(home):
+    told = Cli(home.path).refused("evaluate", "bare", "--questions", home.questions, "--model", MODEL)
+    assert "bare@1 carries no text of its document; give --document" in told
 
 
 def test_a_question_without_an_answer_is_compared_with_what_the_document_says(home, evaluate, tmp_path):
@@ -149,19 +132,15 @@ def test_a_question_without_an_answer_is_compared_with_what_the_document_says(ho
     assert given["document"] == compared["document"] == 1.0 and given == compared
 
 
-@pytest.mark.parametrize(
-    "got, expected, equal",
-    [(" ab+. ", "AB+", True), ("a  b", "a b", True), ("AB", "AB+", False), ("AB+ or so", "AB+", False)],
-)  # fmt: skip
-def test_exact_is_word_for_word(got, expected, equal):
-    assert same(got, expected) == equal
+LONG = "one two three four five six seven eight nine ten"
 
 
-def test_a_long_answer_counts_by_the_words_it_shares_and_a_short_one_does_not():
-    long = "one two three four five six seven eight nine ten"
-    assert Answer("q", "one two", "one two", None).right == Answer("q", long, f" {long}. ", None).right == 1.0
-    assert Answer("q", "one two", "one", None).right == Answer("q", long, "", None).right == 0.0
-    assert Answer("q", long, "ten nine eight seven six", None).right == pytest.approx(2 * 5 / 15)
+@pytest.mark.parametrize("expected, got, right", [
+    ("AB+", " ab+. ", 1.0), ("a b", "a  b", 1.0), ("AB+", "AB", 0.0), ("AB+", "AB+ or so", 0.0), (LONG, f" {LONG}. ", 1.0),
+    (LONG, "", 0.0), (LONG, "ten nine eight seven six", 2 * 5 / 15),
+])  # fmt: skip
+def test_a_long_answer_counts_by_the_words_it_shares_and_a_short_one_is_right_word_for_word(expected, got, right):
+    assert Answer("q", expected, got, None).right == pytest.approx(right)
 
 
 # The judge.

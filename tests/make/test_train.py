@@ -131,9 +131,6 @@ def test_the_best_kv_is_kept_and_the_rate_falls_from_it_and_not_from_the_last(ma
     trainer.recipe = replace(trainer.recipe, rate=1e-12)
     trainer.train(None, lambda step, loss: None, 3)
     assert torch.allclose(trainer.kv(), start, atol=1e-6)
-    result = _trainer(made, "first-k", replace(harmful, check_every=5, patience=0)).run()
-    assert result.step == 0
-    assert torch.equal(result.kv, start)
 
 
 # What is stored is what PEFT feeds.
@@ -421,8 +418,7 @@ def test_restart_forgets_a_run_and_what_lies_there_keeps_its_version(train):
 
 
 @pytest.mark.parametrize("option, value, said", [
-    ("--set", "rate=0", "--set rate=0 must be a number above 0"), ("--set", "batch=1.5", "batch=1.5 must be a whole number"),
-    ("--set", "schedule=none", "schedule=none must be one of plateau, cosine, constant"),
+    ("--set", "batch=1.5", "batch=1.5 must be a whole number"),
     ("--set", "wings=2", "there is no such setting of a training; there are objective, top_k"),
     ("--writer-url", "http://localhost", "say how many"), ("--chunk-size", 256, "p = 256 positions cannot stand for a document of 135 tokens"),
 ])  # fmt: skip

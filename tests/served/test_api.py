@@ -470,6 +470,8 @@ class TestApi(ApiTests):
             count = 2 * (c if way == "cold" else 2 * c)
             assert row["requests"] == count and row["ttft_ms"]["number"] == count
             assert row["cached"] == [count * p * (way == "prefix"), count * p * (way in ("warm", "cold"))]
+        page = (tmp_path / "report.html").read_text()
+        assert page.count("data:image/png;base64,") == 2 and "<script" not in page and 'src="http' not in page
         left = [row.id for row in Registry(served.settings.registry_path).all()]
         assert not [name for name in left if name.startswith("trial-")], "its cartridges are taken away"
 

@@ -107,8 +107,6 @@ class Load:
         cached = had - vllm, brought - connector
         # vLLM's client tells a whole traceback, or what the server said.
         wrong = [each.strip().splitlines()[-1][:300] for each in told["errors"] if each.strip()]
-        if not wrong and not all(told["ttfts"]):
-            wrong = ["a stream ended without a token"]
         if why := not_so(way, place, count, cached, block):
             wrong.append(why)
         return Run(

@@ -37,8 +37,6 @@ class Imported(NamedTuple):
     """What an import did."""
 
     manifest: Manifest
-    dtype: str
-    """What became of the dtype: `float32 to bfloat16, rounded`."""
     evidence: str
     """Why it counts as prefill, trained or tokens."""
     warnings: tuple[str, ...]
@@ -77,7 +75,7 @@ def import_(
         ) as writer:  # fmt: skip
             manifest = writer.commit(model.provenance("import", origin=_origin(foreign)))
         warnings = tuple(_warnings(model, foreign))
-        return Imported(manifest, "no KV", "token ids without KV in a known form", warnings)
+        return Imported(manifest, "token ids without KV in a known form", warnings)
     model.need_values("import")
     fitted = fit(foreign, model.fingerprint, rounding=rounding)
     positions = fitted.kv.shape[2]
@@ -102,7 +100,7 @@ def import_(
         token_ids=foreign.token_ids if prefill else None, document_ids=document_ids, chunk_tokens=chunk_tokens,
         encoding=encoding, with_canary=compare, progress=progress,
     )  # fmt: skip
-    return Imported(manifest, fitted.dtype, evidence, tuple(_warnings(model, foreign, fitted.frozen)))
+    return Imported(manifest, evidence, tuple(_warnings(model, foreign, fitted.frozen)))
 
 
 def _judge(

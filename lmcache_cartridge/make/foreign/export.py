@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from ... import __version__
 from ...artifact import files, reading
 from ...artifact.manifest import Manifest
 from ...errors import ArtifactError, CartridgeExists
@@ -36,8 +35,6 @@ def export(root: Path, form: str, output: Path, *, progress: Progress = silent) 
     for done, total in reading.verify(root):
         progress("verify", done, total)
     manifest = reading.load_manifest(root)
-    if manifest.payload is None:
-        raise ArtifactError(f"cartridge {manifest.name}: has token ids but no KV to export")
     if manifest.fingerprint.lora is not None:
         raise ArtifactError(
             f"cartridge {manifest.name} was made with a LoRA adapter, which no format of others can say"
@@ -65,7 +62,6 @@ def _peft(manifest: Manifest, kv: torch.Tensor, base: str, directory: Path) -> N
     )  # fmt: skip
     config.save_pretrained(str(directory))
     save_file({TENSOR: to_peft(kv).contiguous()}, directory / WEIGHTS, metadata={"format": "pt"})
-    (directory / "README.md").write_text(card(manifest, base))
 
 
 def _hazy(manifest: Manifest, kv: torch.Tensor, base: str, directory: Path) -> None:
@@ -79,37 +75,3 @@ def _hazy(manifest: Manifest, kv: torch.Tensor, base: str, directory: Path) -> N
             )
     torch.save(planes, directory / CHECKPOINT)
     (directory / "meta.json").write_text(json.dumps({"model": base}))
-
-
-def card(manifest: Manifest, base: str) -> str:
-    """Return a model card with the metadata by which the Hub finds adapters."""
-    shape = manifest.fingerprint
-    return f"""---
-library_name: peft
-base_model: {json.dumps(base)}
-pipeline_tag: text-generation
-tags:
-- cartridge
-- kv-cache
-- lmcache-cartridge
-- {json.dumps(f"base_model:adapter:{base}")}
----
-
-# {manifest.id}
-
-A cartridge: the KV cache of {manifest.positions} positions for `{base}`, to stand before any prompt, in {shape.dtype}; {manifest.kind},
-made {manifest.provenance.created} by {manifest.provenance.tool}, of digest `{manifest.digest}`. Exported by lmcache-cartridge {__version__}.
-
-With PEFT:
-
-```python
-model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({json.dumps(base)}, dtype="auto"), "path/to/this/directory")
-```
-
-With vLLM and LMCache:
-
-```sh
-lmcache-cartridge import path/to/this/directory --model {base} --id {manifest.id}
-lmcache-cartridge serve {base}
-```
-"""

@@ -24,8 +24,6 @@ class Fitted(NamedTuple):
     frozen: int
     """How many leading positions are a frozen segment's."""
     source_dtypes: list[str]
-    dtype: str
-    """What became of the dtype: `float32 to bfloat16, rounded`."""
 
 
 def fit(foreign: Foreign, shape: Fingerprint, *, rounding: bool = False) -> Fitted:
@@ -50,7 +48,7 @@ def fit(foreign: Foreign, shape: Fingerprint, *, rounding: bool = False) -> Fitt
     if not sum(lengths):
         raise ForeignFormatError(f"{foreign.source}: KV of no position")
     canonical = (2, shape.layers, sum(lengths), shape.kv_heads, shape.head_size)
-    kv, is_exact = torch.empty(canonical, dtype=DTYPES[shape.dtype]), True
+    kv = torch.empty(canonical, dtype=DTYPES[shape.dtype])
     for plane, name in enumerate(("keys", "values")):
         for layer in range(shape.layers):
             parts = [_squeezed(segment[layer][plane]).detach() for segment in foreign.segments]
@@ -58,16 +56,13 @@ def fit(foreign: Foreign, shape: Fingerprint, *, rounding: bool = False) -> Fitt
             where, kv[plane, layer] = f"{foreign.source}: {name} of layer {layer}", whole
             if not kv[plane, layer].isfinite().all():
                 raise ForeignFormatError(f"{where} are not finite in {shape.dtype}")
-            is_exact &= (is_same := torch.equal(kv[plane, layer].to(whole.dtype), whole))
-            if not is_same and not rounding:
+            if not rounding and not torch.equal(kv[plane, layer].to(whole.dtype), whole):
                 raise ForeignFormatError(
                     f"{where}: {str(whole.dtype).removeprefix('torch.')} does not fit into the model's {shape.dtype} "
                     "without rounding. PEFT rounds so whenever it runs an adapter; --round does it here, --dtype float32 "
                     "is for engines whose KV is float32"
                 )
-    source = " and ".join(dtypes)
-    became = source if source == shape.dtype else f"{source} to {shape.dtype}, {'exact' if is_exact else 'rounded'}"
-    return Fitted(kv, sum(lengths[:-1]), dtypes, became)
+    return Fitted(kv, sum(lengths[:-1]), dtypes)
 
 
 def _reading(foreign: Foreign, shape: Fingerprint) -> str:
