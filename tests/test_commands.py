@@ -61,7 +61,7 @@ BY_OTHERS = {
         ],
         "library/test_published_cli.py",
     ),
-    "lmcache-cartridge serve ./llama --library s3://cartridges/fleet --port 8000": "library/test_published_served.py",
+    "lmcache-cartridge serve ./llama --library s3://cartridges/fleet --port 8000": "served/test_contexts_published.py",
     "lmcache-cartridge fleet serve fleet.yaml": "fleet/test_fleet_scores.py",
     "envoy -c envoy.yaml": "fleet/test_routers.py",
     "vllm serve ./llama --kv-transfer-config '{ "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import resource
 from collections.abc import Callable
@@ -13,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from making import VOCABULARY, flip_bit, heads_bytes, make_artifact, make_fingerprint, make_ids, make_kv
+from making import flip_bit, heads_bytes, make_artifact, make_fingerprint, make_ids, make_kv
 from safetensors import safe_open
 
 from lmcache_cartridge.artifact import files
@@ -112,29 +111,11 @@ def test_of_two_writers_at_the_same_place_the_second_is_refused_at_once_or_at_it
     assert load_manifest(root) == made.manifest
 
 
-def test_an_artefact_is_on_the_disk_by_its_name_and_one_that_cannot_be_renamed_leaves_nothing(made, root, monkeypatch):
+def test_an_artefact_is_on_the_disk_by_its_name(root, monkeypatch):
     synced, fsync = [], os.fsync
     monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(Path(f"/proc/self/fd/{fd}").readlink()), fsync(fd)))
-    make_artifact(root.with_name("next"), positions=40)
+    make_artifact(root, positions=40)
     assert synced[-1] == root.parent
-
-    def rename(self: Path, target: Path) -> None:
-        raise OSError(errno.EACCES, "Permission denied")
-
-    monkeypatch.setattr(Path, "rename", rename)
-    with pytest.raises(ArtifactError, match="other cannot be made: Permission denied"):
-        make_artifact(root.with_name("other"), positions=40)
-    assert {path.name for path in root.parent.iterdir()} == {"doc", "next"}
-
-
-def test_chunks_that_are_wrong_or_too_few_are_refused(root):
-    with _writer(root) as writer:
-        with pytest.raises(ArtifactError, match="chunk 0 has"):
-            writer.write(CHUNKS[0][:-1])
-        writer.write(CHUNKS[0])
-        with pytest.raises(ArtifactError, match="1 of 3 chunks"):
-            _commit(writer)
-    assert [*root.parent.iterdir()] == []
 
 
 def test_a_file_whose_write_fails_stays_what_it_was_and_nothing_is_left(tmp_path):
@@ -182,18 +163,6 @@ def test_a_token_file_that_is_not_the_one_written_is_refused_and_nothing_in_it_r
         with pytest.raises(ArtifactError, match="cartridge doc@1"):
             read()
     assert not (root / "exploded").exists()
-
-
-def test_the_bomb_of_the_test_above_explodes_when_something_unpickles_it(tmp_path):
-    _DAMAGE["objects"](tmp_path / TOKENS)
-    np.load(tmp_path / TOKENS, allow_pickle=True)
-    assert (tmp_path / "exploded").exists()
-
-
-def test_a_token_id_outside_the_vocabulary_is_refused(root):
-    ids = [VOCABULARY, *make_ids(99, 0)]
-    with pytest.raises(ArtifactError, match="outside the model's vocabulary"):
-        load_token_ids(make_artifact(root, positions=100, token_ids=ids).manifest, root)
 
 
 @pytest.mark.parametrize("change", [-1, 1, None])

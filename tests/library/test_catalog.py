@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from homes import GRACE_S, Home, Prompt, assert_served, catalog_of, chunk_bytes, claimed, lent, prompt_for
+from homes import GRACE_S, Home, Prompt, assert_served, catalog_of, claimed, prompt_for
 from making import Made, flip_bit, make_artifact, make_fingerprint, make_ids, make_rope
 from waiting import until
 
@@ -21,19 +21,6 @@ def _place(root: Path) -> Place:
 
 
 # What is removed.
-
-
-def test_what_was_promised_before_a_removal_is_delivered(home, opened):
-    made = home.make()
-    store, prompt = opened(), home.prompt()
-    assert store.lookup(prompt.hashes) == 4
-    home.registry.remove("doc")
-    store.refresh()
-    assert store.lookup(prompt.hashes) == 0
-    for chunk in range(4):
-        assert lent(store, prompt.hashes[chunk]) == chunk_bytes(made, chunk)
-        assert store.release(prompt.hashes[chunk]) is True
-    assert store.cpu.stats().leased == 0
 
 
 @pytest.mark.parametrize("kind", ["prefill", "trained"])
@@ -74,24 +61,6 @@ def test_a_cartridge_that_moved_is_read_where_it_is_sound(home, opened, gone):
 
 
 # A registry in trouble.
-
-
-@pytest.mark.parametrize("place", ["refresh", "poll", "relieve"])
-def test_the_keeper_outlives_an_error_that_nobody_thought_of(home, place, monkeypatch):
-    store = home.open(settings={"reload_s": 0.01})
-    part = {"refresh": catalog_of(store), "poll": store._background, "relieve": store.cpu}[place]
-    before, failed = store.numbers()["background_errors"], []
-
-    def broken() -> list[str]:
-        monkeypatch.undo()
-        failed.append(place)
-        raise ZeroDivisionError("a bug")
-
-    monkeypatch.setattr(part, place, broken)
-    until(lambda: failed)
-    home.make()
-    until(lambda: store.names() == ["doc@1"])
-    assert store.numbers()["background_errors"] == before + 1
 
 
 # The quarantine.

@@ -60,23 +60,17 @@ class _Index(RuleBasedStateMachine):
         self.closed: dict[str, list[int]] = {}
         self.gone: set[str] = set()
 
-    def _packed(self, ids: list[int]) -> bytes:
-        return b"".join(h.to_bytes(self.width, "big") for h in self.hasher(ids))
-
     # The digest stands for the document, as in an artefact.
 
-    @rule(ids=documents)
-    def add(self, ids: list[int]) -> None:
+    @rule(ids=documents, open_to_all=st.booleans())
+    def add(self, ids: list[int], open_to_all: bool) -> None:
         digest = f"d{ids}"
-        self.index.add(digest, self._packed(ids), open_to_all=True)
-        self.closed.pop(digest, None)
-        self.open[digest] = ids
-
-    @rule(ids=documents)
-    def add_closed(self, ids: list[int]) -> None:
-        digest = f"d{ids}"
-        self.index.add(digest, self._packed(ids), open_to_all=False)
-        if digest not in self.open:
+        packed = b"".join(h.to_bytes(self.width, "big") for h in self.hasher(ids))
+        self.index.add(digest, packed, open_to_all=open_to_all)
+        if open_to_all or digest in self.open:
+            self.closed.pop(digest, None)
+            self.open[digest] = ids
+        else:
             self.closed[digest] = ids
 
     @rule(data=st.data())

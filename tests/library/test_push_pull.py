@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 
 import pytest
 from commands import Cli
-from faulty_proxy import flipped, reset, trickle
+from faulty_proxy import trickle
 from making import files_under, make_artifact
 from s3 import both
 
 from lmcache_cartridge.artifact.reading import MANIFEST, PAYLOAD
 from lmcache_cartridge.errors import SourceError
 from lmcache_cartridge.library.registry import Registry
-from lmcache_cartridge.sources import s3, transfer
+from lmcache_cartridge.sources import transfer
 from lmcache_cartridge.sources.s3 import S3Source
 
 
@@ -133,7 +133,7 @@ def test_the_same_again_is_nothing_to_do(here, there, remote, pushed):
 
 
 @both
-@pytest.mark.parametrize("lost", [PAYLOAD, "token_ids.npy", MANIFEST])
+@pytest.mark.parametrize("lost", [PAYLOAD, "token_ids.npy"])
 def test_a_push_completes_one_that_lost_a_file(here, remote, pushed, lost):
     remote.client.delete_object(Bucket=remote.bucket, Key=f"doc/{lost}")
     assert here.json("publish", "doc", remote.location)["pushed"] is True
@@ -180,16 +180,6 @@ def test_a_pull_of_wrong_bytes_leaves_nothing(there, remote, pushed):
         assert "doc@1" in said and word in said
         _nothing_left(there)
     remote.put(sound)
-    _pulled(there, remote)
-
-
-def test_a_pull_that_breaks_leaves_nothing_and_the_next_succeeds(there, remote, pushed, proxy, monkeypatch):
-    monkeypatch.setattr(s3, "_LONGEST_BACKOFF_S", 0.01)
-    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", proxy.endpoint)
-    for proxy.faults, proxy.always in (([None, reset], reset), ([None, None, None, flipped], None)):
-        _refused(there, "pull", remote.location)
-        _nothing_left(there)
-    proxy.always, proxy.faults = None, []
     _pulled(there, remote)
 
 
@@ -244,9 +234,7 @@ def test_a_cartridge_whose_files_were_lost_is_pulled_again(there, remote, pushed
     assert _bytes(path) == _bytes(pushed)
 
 
-def test_what_is_not_there_is_one_line(here, remote, monkeypatch):
+def test_what_is_not_there_is_one_line(here, remote):
     _registered(here)
     for words in ("publish", "doc"), ("pull",):
         assert "404 NoSuchBucket" in _refused(here, *words, "s3://no-such/x")
-    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://key:hush@x")
-    assert "credentials do not belong" in _refused(here, "pull", remote.location)

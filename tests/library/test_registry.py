@@ -182,17 +182,6 @@ def test_a_tool_that_is_killed_while_it_writes_costs_nothing_but_a_look(registry
     assert [row.kind for row in reader.all()] == ["prefill"]
 
 
-@pytest.mark.parametrize("value", ["CAST(x'ff41' AS TEXT)", "x'ff41'"])
-def test_bytes_that_are_no_text_give_a_registry_error_that_says_what_to_do(registry, make, value):
-    registry.register(make())
-    db = sqlite3.connect(registry.path)
-    db.execute(f"UPDATE cartridges SET digest = {value}")
-    db.commit()
-    db.close()
-    with pytest.raises(RegistryError, match="; restore a copy"):
-        registry.all()
-
-
 def test_an_unsound_artefact_is_not_registered(registry, make, tmp_path):
     root = make()
     (root / PAYLOAD).write_bytes(b"")

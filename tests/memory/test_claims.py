@@ -5,14 +5,12 @@ from __future__ import annotations
 import threading
 import time
 
-import msgspec
 import pytest
 from homes import STILL, Home, claimed, read
-from making import Made, make_fingerprint, make_rope, sha256_hasher
-from waiting import run_threads, until
+from making import Made
+from waiting import until
 
 from lmcache_cartridge.errors import CartridgeError
-from lmcache_cartridge.library.index import Hasher
 from lmcache_cartridge.memory import claims as claim_module
 from lmcache_cartridge.memory import store as store_module
 from lmcache_cartridge.memory.loader import ChunkLoader
@@ -188,46 +186,3 @@ def test_a_warm_label_counts_once_each_time_it_comes_to_point_there(home):
         store.refresh()
         hashes = home.prompt(name).hashes
         until(lambda hashes=hashes: store.resident(hashes) == 4)
-
-
-@pytest.fixture
-def chain_of_two(home):
-    """A document and a trained cartridge that can be chained, and the engine's fingerprint."""
-    shape = make_fingerprint(rope=msgspec.structs.replace(make_rope(), pairing="half"))
-    first = home.make("first", positions=24, seed=1, fingerprint=shape)
-    last = home.make("last", kind="trained", positions=32, seed=2, fingerprint=shape)
-    return first, last, shape, f"{first.digest}.{last.digest}"
-
-
-def test_nobody_waits_while_a_new_chain_is_hashed(home, chain_of_two, monkeypatch):
-    hashing, goes_on = threading.Event(), threading.Event()
-    first, _, shape, tag = chain_of_two
-
-    def slow(chunk_tokens: int) -> Hasher:
-        def chain(ids: list[int]) -> list[int]:
-            if len(ids) > 48:
-                hashing.set()
-                assert goes_on.wait(20)
-            return list(sha256_hasher(chunk_tokens)(ids))
-
-        return chain
-
-    monkeypatch.setattr("making.sha256_hasher", slow)
-    store = home.open(fingerprint=shape, settings=STILL)
-
-    def others(_: int) -> None:
-        claim = claimed(store, first.digest)
-        claim.close()
-        store.refresh()
-        store.status()
-        assert _lookup_and_release(store, home, first, "first") == 1
-
-    claims = threading.Thread(target=store.preload, args=(tag, {}), daemon=True)
-    claims.start()
-    try:
-        assert hashing.wait(20)
-        run_threads(1, others, timeout_s=15)
-    finally:
-        goes_on.set()
-        claims.join(20)
-    assert read(store.claim(tag, {})).poll().chunks == 4

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import random
-import threading
 from contextlib import suppress
 
 import pytest
 import torch
-from chunks import one_by_one
 from homes import CHUNK_BYTES, STILL, Home, Prompt, assert_served, chunk_bytes, lent
 from invariants import check
 from making import Made, flip_bit, make_fingerprint
@@ -16,10 +14,8 @@ from waiting import run_threads, until
 
 from lmcache_cartridge.artifact.reading import chunk_range
 from lmcache_cartridge.errors import CartridgeError, OverBudget
-from lmcache_cartridge.library.index import ChunkKey
 from lmcache_cartridge.memory import device as device_module
 from lmcache_cartridge.memory.store import CartridgeStore
-from lmcache_cartridge.memory.tier import MemoryTier
 
 
 def _open(home: Home, chunks: int) -> CartridgeStore:
@@ -29,12 +25,6 @@ def _open(home: Home, chunks: int) -> CartridgeStore:
 
 def _quiet(store: CartridgeStore) -> None:
     until(lambda: all(tier.stats().loading == 0 for tier in (store.device, store.cpu)))
-
-
-@pytest.mark.parametrize(("size", "has_tier"), [(None, False), (CHUNK_BYTES - 1, False), (CHUNK_BYTES, True)])
-def test_a_cpu_engine_has_no_device_tier_unless_it_was_given_one(home, size, has_tier):
-    tiers = home.open(settings=STILL | {"device_bytes": size}).tiers()
-    assert list(tiers) == ["device"] * has_tier + ["cpu", "disk", "source"]
 
 
 GIB = 1 << 30
@@ -143,31 +133,3 @@ def test_sixteen_threads_over_both_tiers_get_the_right_bytes_or_none_and_the_boo
     assert list(store.refused()) == ["d@1"]
     for name in "abc":
         assert_served(store, *shelf[name])
-
-
-def test_a_chunk_that_is_slow_to_come_holds_no_other_in_the_cpu_tier():
-    """Of eight chunks in a row one is not in the cpu tier: others get the room of the seven while that one is loaded."""
-    gate, asked = threading.Event(), threading.Event()
-    row, others = ([ChunkKey(digest, chunk) for chunk in range(8)] for digest in "ab")
-
-    def load(key: ChunkKey, out: torch.Tensor) -> None:
-        if key == row[7]:
-            asked.set()
-            assert gate.wait(60)
-        out.fill_(key.chunk)
-
-    cpu = MemoryTier(4096, 8 * 4096, one_by_one(load), threads=4)
-    device = MemoryTier(4096, 8 * 4096, device_module.Promotions(cpu), threads=1)
-    assert cpu.lease(row[:7], 20) == 7
-    assert all(map(cpu.release, row[:7]))
-    with device.hold(row) as promoted:
-        until(lambda: promoted.poll() and asked.is_set())
-        assert cpu.lease(others[:6], 20, whole=True) == 6
-        assert all(map(cpu.release, others[:6]))
-        gate.set()
-        until(lambda: promoted.poll().ready)
-        for key, loan in zip(row, device.lend(row), strict=True):
-            with loan:
-                assert bool((loan.bytes == key.chunk).all())
-    cpu.close()
-    device.close()

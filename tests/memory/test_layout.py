@@ -49,10 +49,3 @@ def _vllm_kv_heads(kv_heads: int, rank: int, world: int) -> list[int]:
 def test_ranks_own_the_heads_that_vllm_loads_for_them(kv_heads, world):
     for rank in range(world):
         assert list(rank_heads(kv_heads, rank, world)) == _vllm_kv_heads(kv_heads, rank, world)
-
-
-@pytest.mark.parametrize(("kv_heads", "rank", "world"), [(3, 0, 2), (4, 0, 6), (4, 2, 2)])
-def test_heads_that_cannot_be_divided_and_ranks_outside_the_world_are_refused(kv_heads, rank, world):
-    reason = rf"{kv_heads} KV heads cannot be divided among {world} ranks \(rank {rank}\)"
-    with pytest.raises(ValueError, match=reason):
-        rank_heads(kv_heads, rank, world)

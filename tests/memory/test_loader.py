@@ -14,7 +14,7 @@ import torch
 from chunks import copied, in_int8, load
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from making import Made, flip_bit, heads_bytes, make_artifact, make_fingerprint, make_rope
+from making import Made, flip_bit, make_artifact, make_fingerprint, make_rope
 
 from lmcache_cartridge.artifact.bytesource import ByteRange, Seen
 from lmcache_cartridge.artifact.cartridge import Cartridge, Segment
@@ -24,7 +24,6 @@ from lmcache_cartridge.errors import (
     CorruptChunk,
     OverBudget,
     SourceError,
-    SourceNotFound,
     TruncatedPayload,
 )
 from lmcache_cartridge.memory import loader as loader_module
@@ -166,11 +165,6 @@ def test_no_more_than_a_limit_is_allocated_to_cut_chunks_from(root, monkeypatch)
 
 _DAMAGE = {
     "truncated": (TruncatedPayload, lambda made, root: os.truncate(root / PAYLOAD, 5000)),
-    "missing": (SourceNotFound, lambda made, root: (root / PAYLOAD).unlink()),
-    "another file": (
-        CorruptChunk,
-        lambda made, root: (root / PAYLOAD).write_bytes(bytes((root / PAYLOAD).stat().st_size)),
-    ),
     "flipped bit": (
         CorruptChunk,
         lambda made, root: flip_bit(root / PAYLOAD, chunk_range(made.manifest, 0, range(1)).end - 1),
@@ -188,35 +182,6 @@ def test_every_damage_has_its_own_error_that_names_cartridge_chunk_and_file(tmp_
         _load(_loader(made, engine), _segments(made, root), 0)
     assert (type(caught.value), caught.value.digest) == (expected, made.digest)
     assert str(root / PAYLOAD) in str(caught.value)
-
-
-class _Flaky(_Counting):
-    """Sources whose first reads are damaged on their way."""
-
-    def __init__(self, bad: int) -> None:
-        super().__init__()
-        self.bad = bad
-
-    def read_into(self, location: str, file: str, where: ByteRange, out: memoryview, seen: Seen) -> None:
-        def damage(part: memoryview) -> None:
-            if len(self.reads) <= self.bad:
-                out[7] ^= 1
-            seen(part)
-
-        super().read_into(location, file, where, out, damage)
-
-
-def test_a_chunk_damaged_on_its_way_is_fetched_once_more_and_no_oftener(made, segments):
-    source = _Flaky(bad=1)
-    loader = _loader(made, source=source)
-    assert _load(loader, segments, 1).numpy().tobytes() == heads_bytes(made.kv[:, :, 16:32])
-    stats = loader.stats()
-    assert len(source.reads) == stats.reads == 2
-    assert (stats.failed, stats.corrupt, stats.read_bytes) == (0, 1, 2 * loader.shape.size_bytes)
-    source = _Flaky(bad=2)
-    with pytest.raises(CorruptChunk):
-        _load(_loader(made, source=source), segments, 1)
-    assert len(source.reads) == 2
 
 
 @pytest.mark.parametrize("layout", sorted(VIEWS))

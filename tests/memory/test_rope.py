@@ -6,11 +6,10 @@ import msgspec
 import pytest
 import torch
 from families import make_model
-from making import make_fingerprint, make_rope
+from making import make_fingerprint
 from transformers import DynamicCache, GlmConfig, GPTNeoXConfig
 
 from lmcache_cartridge.artifact.model import Fingerprint, Rotation
-from lmcache_cartridge.errors import UnsupportedModel
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.memory.rope import shift
 
@@ -60,8 +59,3 @@ def test_keys_of_a_random_model_of_every_kind_are_moved_exactly_and_otherwise_th
     other = msgspec.structs.replace(rope, pairing="half" if pairing == "interleaved" else "interleaved")
     for wrong in (keys, shift(keys, _of(other), 1000), shift(keys, model.fingerprint, 1001)):
         assert _error(wrong, there) > 5000 * FP32_NOISE
-
-
-def test_keys_are_not_moved_where_it_is_not_known_how():
-    with pytest.raises(UnsupportedModel, match="not known which layers"):
-        shift(torch.zeros(2, 2, 5, 64), _of(msgspec.structs.replace(make_rope(), pairing="half")), 1)

@@ -19,7 +19,7 @@ from making import (
 from lmcache_cartridge.artifact.cartridge import Place
 from lmcache_cartridge.artifact.reading import chunk_range, load_token_ids
 from lmcache_cartridge.engine.trust import Trust
-from lmcache_cartridge.errors import OverBudget, RegistryError
+from lmcache_cartridge.errors import OverBudget
 from lmcache_cartridge.library import index
 from lmcache_cartridge.memory.store import CartridgeStore
 from lmcache_cartridge.settings import Settings
@@ -124,12 +124,6 @@ def test_the_ids_of_trained_cartridges_give_nothing_without_a_tag_and_with_it_th
 def test_a_budget_that_holds_no_chunk_is_refused_at_the_start(home):
     with pytest.raises(OverBudget, match=f"at least {CHUNK_BYTES}"):
         CartridgeStore(Settings(home=home.path, cpu_bytes=CHUNK_BYTES - 1), make_engine(make_fingerprint()), Trust)
-
-
-def test_a_registry_that_cannot_be_read_is_refused_at_the_start(home):
-    home.registry.path.write_bytes(b"no database" * 1000)
-    with pytest.raises(RegistryError):
-        home.open()
 
 
 def test_a_chain_with_a_corrupt_member_answers_nothing_not_even_its_sound_part(home):

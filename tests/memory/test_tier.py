@@ -248,20 +248,6 @@ TestAnySequenceOfCallsKeepsTheBooksRight.settings = settings(
 )
 
 
-def test_what_could_not_be_loaded_is_tried_again_after_a_pause_and_its_problem_forgotten(open_tier, loads, clock):
-    tier, keys = open_tier(4), _keys("a", 2)
-    loads.broken = {keys[1]}
-    with tier.hold(keys, whole=True) as hold:
-        hold.poll()
-        _quiet(tier)
-        assert "is broken" in hold.poll().problem
-        loads.broken.clear()
-        assert hold.poll().admitted == 1
-        clock.now += 10
-        until(lambda: hold.poll().ready)
-        assert hold.poll().problem is None
-
-
 @pytest.mark.parametrize("kind", ["hold", "loan"])
 @pytest.mark.parametrize("how", ["close", "drop"])
 def test_a_hold_ends_while_its_tier_is_locked_by_another_thread_and_is_counted_before_anything_else(
@@ -299,29 +285,14 @@ def test_a_reservation_that_is_closed_while_it_grows_holds_nothing(open_tier, mo
     assert tier.lease(_keys("b", 4), 5) == 4
 
 
-def test_a_lease_that_ran_out_is_not_the_one_that_is_released(open_tier, clock):
-    tier, (key,) = open_tier(1), _keys("a", 1)
-    for _ in range(2):
-        assert tier.lease([key], 5) == 1
-        clock.now += 60  # the first, of a request that never came, runs out: leases are 100 s long here
-    assert tier.release(key), "the second request is done"
-    assert tier.evict("a") == 1, "its lease went on without it"
-
-
-def test_a_budget_is_as_many_chunks_as_it_holds_whole_and_they_begin_at_a_page():
-    tier = MemoryTier(8192, 6 * 8192 - 1, one_by_one(lambda key, out: out.fill_(key.chunk)))
-    assert tier.lease(_keys("a", 9), 10) == tier.slots == 5
-    for loan in tier.lend(_keys("a", 5)):
-        with loan:
-            assert loan.bytes.data_ptr() % 4096 == 0
-    tier.close()
-
-
-class _Made(ChunkSource):
-    """Chunks are made of pieces, in a room of their own: `where` is which part of it, and what is added."""
+class _Halves(ChunkSource):
+    """Two chunks are made of each piece, in rooms of their own; `where` is what is added."""
 
     def __init__(self, loads: _Loads) -> None:
         self._loads, self.rooms = loads, []
+
+    def pieces(self, key: ChunkKey) -> list[Piece]:
+        return [Piece(ChunkKey(key.digest, key.chunk // 2), key.chunk % 2)]
 
     def read(self, at: ChunkKey, out: torch.Tensor | None) -> torch.Tensor:
         assert out is None
@@ -334,18 +305,10 @@ class _Made(ChunkSource):
         return room
 
     def put(self, piece: Piece, data: torch.Tensor, out: torch.Tensor) -> None:
-        part, more = piece.where
-        out[part] = int(data[0]) + more
+        out[:] = int(data[0]) + piece.where
 
     def finish(self, room: torch.Tensor, slot: torch.Tensor) -> None:
         slot.copy_(room)
-
-
-class _Halves(_Made):
-    """Two chunks are made of each piece."""
-
-    def pieces(self, key: ChunkKey) -> list[Piece]:
-        return [Piece(ChunkKey(key.digest, key.chunk // 2), (slice(None), key.chunk % 2))]
 
 
 def test_what_several_chunks_are_made_of_is_read_once_and_fails_them_all(open_tier, loads):
@@ -383,17 +346,6 @@ def test_what_nobody_holds_any_more_and_no_thread_has_begun_with_gives_its_room_
         until(lambda: other.poll().ready)
         assert _intact(tier.lend(_keys("b", 3))[2], ChunkKey("b", 2))
     assert sum(loads.counts[key] for key in hung) == 1
-
-
-def test_closing_loads_nothing_that_no_thread_has_begun_with(open_tier, loads):
-    tier, keys = open_tier(8, threads=1, clock=time.monotonic), _keys("a", 8)
-    loads.held = {keys[0]: threading.Event()}
-    assert tier.lease(keys, 0) == 0
-    until(lambda: loads.counts)
-    threading.Timer(0.2, loads.held[keys[0]].set).start()
-    tier.close()
-    assert loads.counts == {keys[0]: 1}
-    assert (tier.stats().resident, tier.stats().loading) == (1, 0)
 
 
 @pytest.mark.parametrize("place", ["pieces", "read", "put", "finish"])

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import multiprocessing
 import os
 import random
 import shutil
 import signal
-import stat
 import tempfile
 import time
 from collections.abc import Iterator
@@ -88,15 +86,6 @@ def _locked(root: Path) -> Iterator[None]:
 
 
 # One cache.
-
-
-def test_files_are_private_to_their_user(tmp_path):
-    root = _filled(tmp_path / "cache", 1).root
-    modes = {str(path.relative_to(tmp_path)): stat.S_IMODE(path.stat().st_mode) for path in [root, *root.rglob("*")]}
-    digest = f"cache/{_key(0).digest}"
-    assert modes == {
-        "cache": 0o700, "cache/lock": 0o644, digest: 0o700, f"{digest}/0-0-2.bin": 0o600,
-    }  # fmt: skip
 
 
 # Several threads and processes.
@@ -178,18 +167,6 @@ def _die_at(root: Path, moment: str, after: bool) -> None:
     _write(cache, 4)
 
 
-def test_a_copy_that_cannot_be_replaced_stays(tmp_path, monkeypatch):
-    cache = _filled(tmp_path / "cache", 2)
-
-    def full(*_: object) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(disk_cache.files, "create", full)
-    _write(cache, 1)
-    assert _read(cache, 1)
-    assert cache.stats()[6:8] == (2, 2 * SIZE), "what was not written counts"
-
-
 def test_while_another_process_holds_the_lock_copies_are_read_and_none_are_written(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(disk_cache, "_LOCK_TIMEOUT_S", 0.05)
     cache = _filled(tmp_path / "cache", 2)
@@ -215,17 +192,6 @@ def test_files_of_others_are_left_alone(tmp_path):
     cache.evict(_key(0).digest)
     assert cache.stats().resident == 1
     assert all(path.exists() for path in strangers)
-
-
-def test_a_directory_that_cannot_be_made_is_a_cache_without_copies(tmp_path, caplog):
-    (tmp_path / "file").write_text("")
-    cache = DiskCache(tmp_path / "file" / "cache", 10 * SIZE)
-    _write(cache, 1)
-    assert not _read(cache, 1)
-    cache.discard(_key(1))
-    assert cache.stats().resident == 0
-    assert len(caplog.records) == 1
-    assert os.strerror(errno.ENOTDIR) in caplog.text
 
 
 class DiskMachine(RuleBasedStateMachine):

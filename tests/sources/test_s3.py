@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lmcache_cartridge.artifact.bytesource import ByteRange
 from lmcache_cartridge.artifact.location import allowed, parse
-from lmcache_cartridge.errors import MalformedLocation, SettingsError, SourceDenied, SourceError
+from lmcache_cartridge.errors import MalformedLocation, SettingsError, SourceError
 from lmcache_cartridge.settings import from_mapping
 from lmcache_cartridge.sources.s3 import S3Source
 from lmcache_cartridge.sources.s3_client import make_client
@@ -61,12 +61,6 @@ def test_what_is_allowed_is_exactly_what_lies_under_a_bucket_or_prefix_however_i
     assert not {"", ".", ".."} & set(asked.split("/")) and "%" not in asked
 
 
-@pytest.mark.parametrize("value", ["bucket/../a", "s3://bucket", "b"])
-def test_a_bucket_setting_that_could_never_match_is_refused(value):
-    with pytest.raises(SettingsError, match="buckets"):
-        from_mapping({"buckets": ["bucket/prefix", value]})
-
-
 @pytest.mark.parametrize(
     "url",
     "minio:9000 ftp://minio http:// http://key:hush@minio http://minio/path http://minio?a=hush http://m:x".split(),
@@ -96,15 +90,6 @@ def test_an_error_tells_no_secret(s3_credentials, bucket, environment, monkeypat
     source.close()
     told += caplog.text
     assert "hush" not in told and "Signature=" not in told
-
-
-def test_no_credentials_at_all_are_told_as_that(s3_credentials, bucket, monkeypatch):
-    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
-    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    source = S3Source(endpoint_url=s3_credentials.endpoint)
-    with pytest.raises(SourceDenied, match="no credentials .*; set AWS_ACCESS_KEY_ID"):
-        source.size(f"s3://{bucket}/a", "f")
-    source.close()
 
 
 def test_a_broken_file_of_credentials_is_not_quoted(s3_credentials, tmp_path, monkeypatch):

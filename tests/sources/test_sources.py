@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import random
 import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from s3 import S3Server
 
-from lmcache_cartridge.artifact.bytesource import ByteRange, ByteSource, SmallFile
+from lmcache_cartridge.artifact.bytesource import ByteRange, SmallFile
 from lmcache_cartridge.artifact.local import LocalSource
 from lmcache_cartridge.errors import (
     MalformedLocation,
-    SourceDenied,
     SourceError,
     SourceNotFound,
     TruncatedPayload,
@@ -41,18 +37,6 @@ class Place:
     def put(self, file: str, data: bytes) -> None:
         (Path(self.location) / file).write_bytes(data)
 
-    @contextmanager
-    def denied(self) -> Iterator[ByteSource]:
-        """Return a source that may not read here."""
-        (Path(self.location) / "payload").chmod(0)
-        user = os.geteuid()
-        if user == 0:
-            os.seteuid(65534)
-        try:
-            yield self.source
-        finally:
-            os.seteuid(user)
-
 
 class S3Place(Place):
     """The same on S3."""
@@ -63,15 +47,6 @@ class S3Place(Place):
 
     def put(self, file: str, data: bytes) -> None:
         self._server.client.put_object(Bucket=self._bucket, Key=f"some/artefact/{file}", Body=data)
-
-    @contextmanager
-    def denied(self) -> Iterator[ByteSource]:
-        with pytest.MonkeyPatch.context() as environment:
-            environment.setenv("AWS_ACCESS_KEY_ID", "test:reader")
-            environment.setenv("AWS_SECRET_ACCESS_KEY", "reading")
-            source = S3Source(endpoint_url=self._server.endpoint)
-            yield source
-            source.close()
 
 
 @pytest.fixture(params=["local", "swift", "moto"])
@@ -126,13 +101,6 @@ def test_a_missing_file_is_not_found_and_named(place, call):
     for location in (place.location, f"{place.location}/nowhere"):
         with pytest.raises(SourceNotFound, match=f"{location}/missing"):
             getattr(place.source, call)(location, "missing", *CALLS[call])
-
-
-@pytest.mark.parametrize("s3_kind", ["local", "swift"], indirect=True)  # moto lets everybody in
-@pytest.mark.parametrize("call", ["read_into", "read"])
-def test_a_file_that_may_not_be_read_is_denied_and_named(place, call):
-    with place.denied() as source, pytest.raises(SourceDenied, match=f"{place.location}/payload"):
-        getattr(source, call)(place.location, "payload", *CALLS[call])
 
 
 def test_a_small_file_is_read_whole_up_to_its_limit(place):
