@@ -175,19 +175,6 @@ class Link:
             handler.wfile.write(piece)
 
 
-def trickle_headers(every_s: float) -> Fault:
-    """Begin a header that never ends, a byte every `every_s`."""
-
-    def send(handler: Handler, answer: Answer) -> None:
-        handler.wfile.write(b"HTTP/1.1 206 Partial Content\r\nX-Slow: ")
-        while handler.proxy.always is not None:
-            handler.wfile.write(b"x")
-            time.sleep(every_s)
-        handler.close_connection = True
-
-    return send
-
-
 def silence(handler: Handler, answer: Answer) -> None:
     """Answer nothing at all for as long as the fault lasts."""
     while handler.proxy.always is not None:

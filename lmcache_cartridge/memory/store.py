@@ -389,7 +389,8 @@ class CartridgeStore:
         """Poll the claims in the background and follow changes of the registry, until the store is closed; end all it uses then."""
         refreshed_at = self._clock()
         while not self._stopping.wait(_POLL_S):
-            for step in (*(tier.relieve for tier in self._memory.values()), self._background.poll):
+            tiers = (tier.relieve for tier in self._memory.values())
+            for step in (*tiers, self._sources.s3.relieve, self._background.poll):
                 go_on(step)
             if self._settings.reload_s and self._clock() - refreshed_at >= self._settings.reload_s:
                 refreshed_at = self._clock()

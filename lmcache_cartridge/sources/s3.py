@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import random
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, CancelledError, wait
 from contextlib import contextmanager
 from functools import partial
@@ -20,6 +20,8 @@ from .cores import use_all_cores
 from .s3_client import make_client
 
 T = TypeVar("T")
+Came = Callable[[int], None]
+"""Gets how many bytes came; raises where the read is to end."""
 
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18})")
 _STEP_BYTES = 1 << 20
@@ -28,15 +30,19 @@ _STEP_BYTES = 1 << 20
 _LEAST_BYTES = 1 << 16
 """What must come within a timeout, so that a server that sends a byte now and then is waited for no longer than that."""
 _LONGEST_BACKOFF_S = 5.0
+_OTHERS = 64
+"""Connections that are kept for requests beside the threads, and for threads in the place of those that are stalled."""
+_STALLED_S = 15.0
+"""What takes longer may hang: other threads read from other places meanwhile."""
 
 
 class S3Source:
     """Objects of any S3 server. What reads is described by `ByteSource`.
 
-    Credentials are found as every AWS tool finds them: environment, profile, role. At most `connections` requests run
-    at once, on as many threads, however many callers wait, and the client keeps as many connections, so that a request
-    neither waits for one nor has to open it. A read that was given up leaves its threads at their next byte. Client and
-    threads are made for the first call, which raises `SourceError` where boto3 is not installed.
+    Credentials are found as every AWS tool finds them: environment, profile, role. At most `connections` requests for
+    ranges run at once, on as many threads, however many callers wait, and the client keeps as many connections; other
+    requests run in their caller's thread. Clients are made for the first call, which raises `SourceError` where boto3 is
+    not installed.
     """
 
     def __init__(
@@ -53,30 +59,42 @@ class S3Source:
         """A request may fail `attempts` times in a row; it waits `backoff_s`, twice that and so on, less a random part."""
         self._server, self._connections, self._part_bytes = (endpoint_url, region), connections, part_bytes
         self.timeout_s, self.attempts, self.backoff_s = timeout_s, attempts, backoff_s
-        self.threads, self.came_bytes = Workers("s3", connections, begin=use_all_cores, stalled_s=math.inf), 0
-        self.counting, self._lock, self._closed = threading.Lock(), threading.Lock(), False
+        self._threads = Workers("s3", connections, begin=use_all_cores, stalled_s=_STALLED_S)
+        self.relieve = self._threads.relieve
+        self._lock, self.closed = threading.Lock(), threading.Event()
         self._clients: dict[str, Any] = {}
 
     def read_into(self, location: str, file: str, where: ByteRange, out: memoryview, seen: Seen | None = None) -> None:
-        if not len(out):
-            return
-        call, step = self._call(location, file), self._part_bytes
-        call.run([partial(_fill, call, where.start + at, out[at : at + step]) for at in range(0, len(out), step)])
-        if seen:
+        read, step, parts = self._reading(location, file), self._part_bytes, []
+        for at in range(0, len(out), step):
+            part = partial(_fill, read, where.start + at, out[at : at + step])
+            parts.append(self._threads.submit(object(), part, (location,)))
+        done, others = wait(parts, return_when=FIRST_EXCEPTION)
+        read.given_up.set()
+        for each in others:
+            each.cancel()
+        wait(others)  # until then they write to `out`
+        try:
+            for each in done:
+                each.result()
+        except CancelledError:
+            raise SourceError(f"{read.name}: the source was closed") from None
+        if seen and parts:
             seen(out)
 
     def read(self, location: str, file: str, limit_bytes: int, *, known: str | None = None) -> SmallFile | None:
-        return self._ask(location, file, partial(_read_small, limit_bytes=limit_bytes, known=known))
+        read = self._reading(location, file)
+        return read.retry(lambda came: _read_small(read, came, limit_bytes, known))
 
     def size(self, location: str, file: str) -> int:
-        return self._ask(location, file, _head)["ContentLength"]
+        return self._head(location, file)["ContentLength"]
 
     def revision(self, location: str, file: str) -> str:
-        return self._ask(location, file, _head)["ETag"]
+        return self._head(location, file)["ETag"]
 
-    def _ask(self, location: str, file: str, request: Callable[[_Call], T]) -> T:
-        call = self._call(location, file)
-        return call.run([lambda: call.retry(lambda: request(call))])[0]
+    def _head(self, location: str, file: str) -> dict[str, Any]:
+        read = self._reading(location, file)
+        return read.retry(lambda _: read.client.head_object(**read.target))
 
     def upload(self, location: str, file: str, data: BinaryIO, progress: Callable[[int], None] | None = None) -> None:
         """Store an open file, a large one in parts. Blocks as long as it takes; `progress` gets bytes as they go."""
@@ -106,20 +124,19 @@ class S3Source:
 
     def close(self) -> None:
         with self._lock:
-            if not self._closed:
-                self._closed = True
-                self.threads.close(0.0)
-                for client in self._clients.values():
-                    client.close()
+            self.closed.set()
+            self._threads.close(0.0)
+            while self._clients:
+                self._clients.popitem()[1].close()
 
-    def _call(self, location: str, file: str) -> _Call:
+    def _reading(self, location: str, file: str) -> _Read:
         timeout_s = self.timeout_s
         # Retries of reads are ours, since botocore's end where a body begins; those of uploads are botocore's.
         client, target, name = self._client(
-            "reads", location, file, max_pool_connections=self._connections, connect_timeout=min(5.0, timeout_s),
+            "reads", location, file, max_pool_connections=self._connections + _OTHERS, connect_timeout=min(5.0, timeout_s),
             read_timeout=min(10.0, timeout_s), retries={"total_max_attempts": 1},
         )  # fmt: skip
-        return _Call(name, client, target, self)
+        return _Read(name, client, target, self)
 
     @contextmanager
     def _uploading(self, location: str, file: str) -> Iterator[tuple[Any, dict[str, str]]]:
@@ -136,7 +153,7 @@ class S3Source:
         """Return the client for a purpose, made for its first call, a file's bucket and key, and its name in errors."""
         bucket, key = parse(location)
         with self._lock:
-            if self._closed:
+            if self.closed.is_set():
                 raise SourceError(f"{location}/{file}: the source was closed")
             if purpose not in self._clients:
                 self._clients[purpose] = make_client(*self._server, **options)
@@ -145,26 +162,23 @@ class S3Source:
         return client, {"Bucket": bucket, "Key": key + path}, f"{location}{path} at {client.meta.endpoint_url}"
 
 
-def _head(call: _Call) -> dict[str, Any]:
-    return call.client.head_object(**call.target)
-
-
-def _fill(call: _Call, start: int, out: memoryview) -> None:
+def _fill(read: _Read, start: int, out: memoryview) -> None:
     """Fill `out` from `start` of an object, from there again where a connection broke."""
     size = len(out)
 
-    def fill() -> None:
+    def fill(came: Came) -> None:
         done, end = 0, start + size
-        response = call.client.get_object(**call.target, Range=f"bytes={start}-{end - 1}")
+        response = read.client.get_object(**read.target, Range=f"bytes={start}-{end - 1}")
         with response["Body"] as body:
-            _check_range(response, start, end, call.name)
+            _check_range(response, start, end, read.name)
             while done < size and (data := body.read1(min(_STEP_BYTES, size - done))):
-                call.write(out[done : done + len(data)], data)
+                came(len(data))
+                out[done : done + len(data)] = data
                 done += len(data)
         if done < size:
             raise _Transient("the answer ended early")
 
-    call.retry(fill)
+    read.retry(fill)
 
 
 def _check_range(response: dict[str, Any], start: int, end: int, name: str) -> None:
@@ -181,11 +195,11 @@ def _check_range(response: dict[str, Any], start: int, end: int, name: str) -> N
         raise TruncatedPayload(f"{name} ends at byte {total}, {end - total} bytes early")
 
 
-def _read_small(call: _Call, limit_bytes: int, known: str | None) -> SmallFile | None:
+def _read_small(read: _Read, came: Came, limit_bytes: int, known: str | None) -> SmallFile | None:
     from botocore.exceptions import ClientError
 
     try:
-        response = call.client.get_object(**call.target, **({"IfNoneMatch": known} if known else {}))
+        response = read.client.get_object(**read.target, **({"IfNoneMatch": known} if known else {}))
     except ClientError as error:
         if known and _status_of(error) == 304:
             return None
@@ -194,10 +208,10 @@ def _read_small(call: _Call, limit_bytes: int, known: str | None) -> SmallFile |
     with response["Body"] as body:
         most = limit_bytes + 1 if (length or 0) <= limit_bytes else 0
         while len(data) < most and (piece := body.read1(min(_STEP_BYTES, most - len(data)))):
-            call.came(len(piece))
+            came(len(piece))
             data += piece
     if max(len(data), length or 0) > limit_bytes:
-        raise SourceError(f"{call.name} has more than the {limit_bytes} bytes that it may have")
+        raise SourceError(f"{read.name} has more than the {limit_bytes} bytes that it may have")
     if length is not None and len(data) != length:
         raise _Transient("the answer ended early")
     return SmallFile(bytes(data), response.get("ETag", ""))
@@ -207,87 +221,44 @@ class _Transient(SourceError):
     """A request failed in a way that may pass."""
 
 
-class _CallEnded(CartridgeError):
-    """The call that a thread works for has ended."""
-
-
-class _Call:
-    """One read: its deadline, its retries, and that its buffers are not written to after it ended.
-
-    It ends where too little comes within `timeout_s`, so one over a slow link that it shares takes as long as that needs.
-    Until the first of its tasks has a thread it waits for others, as long as they go on; the next follow that one.
-    """
+class _Read:
+    """One read: its deadline and its retries. It ends where too little comes within `timeout_s`, or once it is `given_up`."""
 
     def __init__(self, name: str, client: Any, target: dict[str, str], source: S3Source) -> None:
         self.name, self.client, self.target, self._source = name, client, target, source
-        self._came_bytes = 0  # as the source's, until a task has a thread
-        self._ended, self._lock = threading.Event(), threading.Lock()
-        self._last: Exception | None = None
+        self.given_up = threading.Event()
 
-    def run(self, tasks: Sequence[Callable[[], T]]) -> list[T]:
-        """Run tasks on the threads and return their results; raise the first error, or `SourceTimeout`. Once only."""
-        futures = [self._source.threads.submit(object(), partial(self._work, task)) for task in tasks]
-        try:
-            while True:
-                before = self._came_bytes or self._source.came_bytes
-                done, waiting = wait(futures, self._source.timeout_s, FIRST_EXCEPTION)
-                for future in done:
-                    future.result()
-                if not waiting:
-                    return [future.result() for future in futures]
-                if (self._came_bytes or self._source.came_bytes) < before + _LEAST_BYTES:
-                    raise SourceTimeout(
-                        f"{self.name} was not read: less than {_LEAST_BYTES >> 10} KiB came within s3_timeout_s, "
-                        f"{self._source.timeout_s:g} s" + (f"; last: {self._last}" if self._last else "")
-                    )
-        except CancelledError:
-            raise SourceError(f"{self.name}: the source was closed") from None
-        finally:
-            with self._lock:
-                self._ended.set()
-            for future in futures:
-                future.cancel()
+    def retry(self, request: Callable[[Came], T]) -> T:
+        """Return what `request` returns, repeating what may pass. Raises `SourceTimeout` at its deadline."""
+        source, failures, came_bytes, since = self._source, 0, 0, time.monotonic()
+        last: Exception | None = None
 
-    def _work(self, task: Callable[[], T]) -> T:
-        self._came_bytes = self._came_bytes or self._source.came_bytes
-        self.came(_LEAST_BYTES)  # so much is a task worth that begins or ends
-        result = task()
-        self.came(_LEAST_BYTES)
-        return result
+        def came(size_bytes: int) -> None:
+            nonlocal came_bytes, since
+            came_bytes += size_bytes
+            if self.given_up.is_set() or source.closed.is_set():
+                raise SourceError(f"{self.name}: the source was closed")
+            if came_bytes >= _LEAST_BYTES:
+                came_bytes, since = 0, time.monotonic()
+            elif time.monotonic() > since + source.timeout_s:
+                raise SourceTimeout(
+                    f"{self.name} was not read: less than {_LEAST_BYTES >> 10} KiB came within s3_timeout_s, "
+                    f"{source.timeout_s:g} s" + (f"; last: {last}" if last else "")
+                )
 
-    def came(self, size_bytes: int) -> None:
-        """Note that bytes came. Raises `_CallEnded` if the call has ended."""
-        if self._ended.is_set():
-            raise _CallEnded
-        with self._source.counting:
-            self._came_bytes += size_bytes
-            self._source.came_bytes += size_bytes
-
-    def write(self, out: memoryview, data: bytes) -> None:
-        """Copy to a part of the caller's buffer, which is the caller's alone once the call has ended."""
-        with self._lock:
-            self.came(len(data))
-            out[:] = data
-
-    def retry(self, request: Callable[[], T]) -> T:
-        """Return what `request` returns, repeating what may pass."""
-        failures = 0
         while True:
-            self.came(0)
+            came(0)
             try:
-                return request()
-            except _CallEnded:
-                raise
+                return request(came)
             except Exception as error:
-                problem = _mapped(error, self.name)
-                if not isinstance(problem, _Transient):
-                    raise problem from None
-                failures += 1
-                self._last = problem
-                if failures >= self._source.attempts:
-                    raise SourceError(f"{self.name}: {problem}; tried {failures} times") from None
-            longest_s = min(_LONGEST_BACKOFF_S, self._source.backoff_s * 2 ** (failures - 1))
-            self._ended.wait(longest_s * random.uniform(0.5, 1))
+                last = _mapped(error, self.name)
+                if not isinstance(last, _Transient):
+                    raise last from None
+            failures += 1
+            if failures >= source.attempts:
+                raise SourceError(f"{self.name}: {last}; tried {failures} times") from None
+            longest_s = min(_LONGEST_BACKOFF_S, source.backoff_s * 2 ** (failures - 1))
+            self.given_up.wait(longest_s * random.uniform(0.5, 1))
 
 
 def _mapped(error: Exception, name: str) -> CartridgeError:
@@ -302,13 +273,6 @@ def _mapped(error: Exception, name: str) -> CartridgeError:
         return error
     if isinstance(error, aws.ClientError):
         return _answered(_status_of(error), error.response.get("Error", {}).get("Code", ""), name)
-    without = aws.NoCredentialsError | aws.PartialCredentialsError | aws.CredentialRetrievalError
-    if isinstance(error, without | aws.TokenRetrievalError | aws.SSOError):
-        return SourceDenied(
-            f"{name}: no credentials ({kind}); set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile or a role"
-        )
-    if isinstance(error, aws.SSLError):
-        return SourceError(f"{name}: TLS failed; is the certificate one that AWS_CA_BUNDLE or the system knows?")
     closed = aws.ConnectionError | aws.ConnectionClosedError | aws.ReadTimeoutError | OSError
     cut = (
         aws.ResponseStreamingError | aws.IncompleteReadError | urllib3.exceptions.HTTPError | http.client.HTTPException
