@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 
@@ -20,7 +19,7 @@ from ..artifact.model import Fingerprint
 from ..errors import ArtifactError, CartridgeError
 from .index import Hasher, KeyIndex
 from .manifest_cache import ManifestCache
-from .quarantine import ProcessQuarantine, Quarantine
+from .quarantine import Quarantine
 from .registry import Registry, RegistryEntry
 from .rows import PERMANENT, Row, RowReader
 from .workers import Workers, go_on, note
@@ -58,14 +57,6 @@ class Entry(msgspec.Struct, gc=False):
         return self.until_s < math.inf
 
 
-class _Unread(NamedTuple):
-    """A registered version that is still to be read, or again since it could not be."""
-
-    due_s: float = -math.inf
-    complaint: str = ""
-    """Empty where it was not tried yet."""
-
-
 class Entries:
     """Cartridges by digest, and the index that finds their chunks.
 
@@ -100,9 +91,9 @@ class Entries:
         self._entries: dict[str, Entry] = {}
         self._revision: object = None
         """The registry's, at the last look."""
-        self._unread: dict[RegistryEntry, _Unread] = {}
-        self._quarantine = ProcessQuarantine(quarantine)
-        self.forgive = self._quarantine.forgive
+        self._unread: dict[RegistryEntry, float] = {}
+        """When each registered version is to be read that was not yet, or could not be."""
+        self._quarantine, self.forgive = quarantine, quarantine.forgive
         self._manifests: Lru[str, Cartridge] = Lru(_MAX_MANIFESTS)
         self._reads = Workers("cartridge-manifest", 2, one_a_group=True)
         self._unkept = 0
@@ -151,9 +142,7 @@ class Entries:
         new: list[RegistryEntry] = []
         with self._lock:
             self._revision = revision
-            self._unread = {
-                one: tried._replace(due_s=-math.inf) for one, tried in self._unread.items() if one.digest not in changed
-            }
+            self._unread = {one: -math.inf for one in self._unread if one.digest not in changed}
             for digest, having in registered.items():
                 entry = self._entries.setdefault(digest, Entry())
                 entry.registered = tuple(having)
@@ -163,7 +152,7 @@ class Entries:
                         self._serve(entry, row, one.rank)
                     else:
                         new.append(one)
-            self._unread.update((one, _Unread()) for one in new)
+            self._unread |= dict.fromkeys(new, -math.inf)
         if is_first:
             remote = {one.location for one in rows if is_remote(one.location)}
             self._reads.submit(self._copies, lambda: go_on(lambda: self._copies.prune(remote)))
@@ -223,7 +212,7 @@ class Entries:
         with self._lock:
             bad = {(digest, location), *self._quarantine.notes}
             others = [one for one in self.registered(digest) if (digest, one.location) not in bad]
-            self._unread = {one: _Unread() for one in others} | self._unread
+            self._unread = dict.fromkeys(others, -math.inf) | self._unread
             return others
 
     def _location_of(self, digest: str) -> str | None:
@@ -298,7 +287,7 @@ class Entries:
         self._reads.relieve()
         now = self._clock()
         with self._lock:
-            due = [one for one, tried in self._unread.items() if tried.due_s <= now]
+            due = [one for one, due_s in self._unread.items() if due_s <= now]
         for one in due:
             self._begin(one)
 
@@ -315,7 +304,7 @@ class Entries:
             self._give_up(one, error)
         else:
             with self._lock:
-                if self._unread.pop(one, None):  # else it was removed or replaced meanwhile
+                if self._unread.pop(one, None) is not None:  # else it was removed or replaced meanwhile
                     self._put(self._entries[one.digest], row, cartridge, one.rank)
                     self._unkept += 1
 
@@ -324,10 +313,10 @@ class Entries:
             note(error)
             error = CartridgeError(str(error) or type(error).__name__)
         with self._lock:
-            if tried := self._unread.pop(one, None):
+            if self._unread.pop(one, None) is not None:
                 if not isinstance(error, PERMANENT):
-                    self._unread[one] = _Unread(self._clock() + _RETRY_S, str(error))
-                self._refuse(self._entries[one.digest], one.name, error, quiet=tried.complaint == str(error))
+                    self._unread[one] = self._clock() + _RETRY_S
+                self._refuse(self._entries[one.digest], one.name, error)
 
     def _put(self, entry: Entry, row: Row, cartridge: Cartridge, rank: str = "") -> None:
         """Have a cartridge served that was read, unless it lies elsewhere too and this copy is quarantined."""
@@ -343,14 +332,14 @@ class Entries:
             is_open = row.kind == "prefill" and not row.adapted and bool(entry.registered)
             self.index.add(row.digest, row.hashes, open_to_all=is_open, rank=rank)
 
-    def _refuse(self, entry: Entry, name: str, error: CartridgeError, *, quiet: bool = False) -> None:
+    def _refuse(self, entry: Entry, name: str, error: CartridgeError) -> None:
         """Note why a cartridge is not served, unless it lies elsewhere, sound."""
         error.__cause__ = error.__context__ = None  # they hold what was read
         with self._lock:
             if not entry.row or entry.is_retired:
+                if str(entry.error) != str(error):
+                    logger.warning("cartridge %s is not served: %s", name, error)
                 entry.error = error.with_traceback(None)
-        if not quiet:
-            logger.warning("cartridge %s is not served: %s", name, error)
 
     def _cartridge(self, digest: str) -> Cartridge | None:
         """Return a cartridge with its manifest, None if it is not there or not what it was. May block to read it."""
@@ -380,7 +369,7 @@ class Entries:
             entry.row = None
             self._refuse(entry, next((one.name for one in entry.registered), row.digest), error)
             for one in entry.registered:
-                self._unread[one] = _Unread(self._clock() + _RETRY_S, str(error))
+                self._unread[one] = self._clock() + _RETRY_S
 
     def _begin_to_keep(self) -> Future[None]:
         return self._reads.submit(self._keep, lambda: go_on(self._keep))

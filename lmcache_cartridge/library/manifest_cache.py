@@ -37,7 +37,6 @@ class _Entry:
         self.lock = threading.Lock()
         self.copy: Path | None = None
         self.checked_s = -math.inf
-        self.warned = False
 
     def is_younger(self, age_s: float) -> bool:
         """Whether S3 was asked within `age_s`; always so for an infinite one, never for 0."""
@@ -93,12 +92,8 @@ class ManifestCache:
             except SourceError as error:
                 if not known or force:
                     raise
-                if not entry.warned:
-                    entry.warned = True
-                    logger.warning("%s has no newer manifest to be had; the copy of it is used: %s", location, error)
+                logger.warning("%s has no newer manifest to be had; the copy of it is used: %s", location, error)
                 found = known
-            else:
-                entry.warned = False
             entry.checked_s = time.monotonic()
             return found
 

@@ -91,26 +91,18 @@ class Published(Registry):
 
     What only reads is answered from the copy, as of the last look. A change is made to a copy of the newest index, which is
     then put in the place of that index and of no other: if another publisher was first, it is tried again with theirs. Any
-    number of processes may share the copy. A copy that is damaged is made anew.
+    number of processes may share the copy.
     """
 
     def __init__(self, path: Path, location: str, source: ByteSource, writer: LibraryWriter | None = None) -> None:
         """Make the copy where it is missing; asks `source` nothing yet. Without a `writer` nothing can be changed.
 
-        Raises `RegistryError` where the copy cannot be written.
+        Raises `RegistryError` where the copy is damaged or cannot be written.
         """
         self.location = location
         self._source, self._writer = source, writer
         self._checked = False
-        try:
-            super().__init__(path)
-        except RegistryError as error:
-            if isinstance(error.__cause__, sqlite3.OperationalError):  # locked by who is stopped, or the disk is full
-                raise
-            logger.warning("%s is made anew: %s", path, error)
-            for file in (path, path.with_name(f"{path.name}-journal")):
-                file.unlink(missing_ok=True)
-            super().__init__(path)
+        super().__init__(path)
         with self._connect() as db:
             db.execute(_TABLE)
         self.following = Following(location, self._state().number)

@@ -291,7 +291,7 @@ class Maker:
                 writer.commit, Provenance("POST /v1/cartridges", time.strftime("%FT%TZ", time.gmtime())), served
             )
         # What lay here before may have had the same content, and wrong bytes.
-        Quarantine(self._settings.quarantine_dir).drop(manifest.digest, str(root.resolve()))
+        Quarantine(self._settings.quarantine_dir).lift(manifest.digest, str(root.resolve()))
         if self._library is None:
             await asyncio.to_thread(self._registry.register, root)
             # Workers may know of this KV, and look for it where another context of the text was until lately.

@@ -86,18 +86,6 @@ def test_only_what_changed_since_is_read(home, opened, reads):
     assert store.lookup(list(sha256_hasher(16)(make_ids(72, 1)))) == 4
 
 
-def test_what_is_made_for_others_is_refused_at_every_start(home, opened):
-    home.make("good", seed=1)
-    foreign = home.make("foreign", seed=2, layers=4)
-    home.make("trained", seed=3, kind="trained", positions=64)
-    _start_once(home, opened, allow_trained=False)
-    store = opened(allow_trained=False)
-    assert (sorted(store.refused()), store.names()) == (["foreign@1", "trained@1"], ["good@1"])
-    assert "needs kv_load_failure_policy: fail" in store.refused()["trained@1"]
-    assert store.lookup(home.prompt("trained").hashes, home.prompt("trained").tag) == 0
-    assert store.claim(foreign.digest, {}).poll().mismatch
-
-
 # Another engine, another registry.
 
 
@@ -118,15 +106,6 @@ def test_rows_of_another_engine_or_registry_are_not_taken(home, opened, reads, m
     store = opened(chunk_tokens=chunk, **engine)
     assert reads == [home.root()]
     assert store.lookup(list(hasher(make_ids(64, 0)))) == made.manifest.positions // chunk
-
-
-def test_what_was_quarantined_since_is_not_served(home, opened):
-    made = home.make()
-    _start_once(home, opened)
-    home.quarantine.put(made.digest, "corrupt", str(home.root()))
-    store = opened()
-    assert (store.names(), store.refused()) == ([], {"doc@1": "quarantined: corrupt"})
-    assert store.lookup(home.prompt().hashes) == 0
 
 
 # Artefacts that are not what they were.
@@ -162,7 +141,7 @@ def test_what_was_damaged_since_is_refused_when_it_is_asked_for_as_it_would_have
     assert list(store.refused()) == ["doc@1"]
     assert reason in store.refused()["doc@1"]
     assert store.names() == ["other@1"]
-    assert home.quarantine.notes() == {}
+    assert not home.quarantine.follow()
     assert store.lookup(prompt.hashes, prompt.tag) == store.resident(prompt.hashes, prompt.tag) == 0
     assert reason in store.claim(made.digest, {}).poll().refused
     home.check_served(store, "other")

@@ -19,9 +19,9 @@ from making import Made, flip_bit, make_artifact
 from s3 import MotoServer
 from waiting import run_threads, until
 
-from lmcache_cartridge.artifact import reading
+from lmcache_cartridge.artifact import files, reading
 from lmcache_cartridge.artifact.local import LocalSource
-from lmcache_cartridge.library import entries, rows
+from lmcache_cartridge.library import entries
 from lmcache_cartridge.library.manifest_cache import ManifestCache
 from lmcache_cartridge.library.quarantine import Quarantine
 from lmcache_cartridge.library.registry import Registry
@@ -49,7 +49,7 @@ class Place(NamedTuple):
 ABOUT_ALL = {
     "the registry": Place(Registry, "look", True),
     "the labels that are warm": Place(Registry, "warm", True),
-    "the notes of quarantines": Place(Quarantine, "notes", True),
+    "the notes of quarantines": Place(Quarantine, "follow", True),
 }
 """Of these nothing new is learned; what is known is served."""
 AT_START = {
@@ -60,11 +60,11 @@ AT_START = {
 }
 WRITTEN = {
     "the disk tier": Place(DiskCache, "_make_room", True),
-    "rows kept for the next start": Place(rows.files, "replace", True),
+    "rows kept for the next start": Place(files, "replace", True),
 }
 NOTE = "a note of a quarantine"
 OTHERS = {
-    NOTE: Place(Quarantine, "put"),
+    NOTE: Place(files, "replace"),
     "a payload in a directory": Place(LocalSource, "read_into"),
     "a payload on S3": Place(S3Source, "read_into"),
     "a copy in the disk tier": Place(DiskCache, "read_into", True),
