@@ -14,8 +14,6 @@ logger = logging.getLogger(__name__)
 
 STALLED_S = 5.0
 """A job that takes longer is stalled: another thread takes the place of its own, which cannot be ended."""
-_IDLE_S = 5.0
-"""Threads that have nothing to do for so long end."""
 _MOST_STALLED = 64
 """Threads that may be stalled before no others take their place."""
 _noted: Counter[str] = Counter()
@@ -142,14 +140,14 @@ class Workers:
         me = threading.current_thread()
         while True:
             with self._changed:
-                job, woken = None, True  # else an idle thread keeps what the job holds alive
+                job = None  # else an idle thread keeps what the job holds alive
                 while (job := self._next()) is None:
-                    if self._closed or not woken:
+                    if self._closed:
                         self._alive -= 1
                         self._changed.notify_all()
                         return
                     self._idle += 1
-                    woken = self._changed.wait(_IDLE_S)
+                    self._changed.wait()
                     self._idle -= 1
                 if not job.future.set_running_or_notify_cancel():
                     continue
@@ -162,8 +160,6 @@ class Workers:
                 del self._running[me]
                 replaced = me in self._stalled
                 self._stalled.discard(me)
-                if replaced:
-                    self._wake()  # who took its place may have ended meanwhile
                 self._changed.notify_all()  # what waited for its groups may go on
             if error is None:
                 job.future.set_result(result)

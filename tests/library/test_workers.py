@@ -65,16 +65,3 @@ def test_a_stalled_thread_is_replaced_and_what_shares_a_group_with_it_waits(hang
     hang.go.set()
     assert (hung.result(30), same.result(30)) == ("done", "same")
     until(lambda: _threads("stalled") == 1)
-
-
-def test_what_shares_a_group_with_a_stalled_job_runs_after_it_though_its_thread_was_replaced(hang, monkeypatch):
-    monkeypatch.setattr("lmcache_cartridge.library.workers._IDLE_S", 0.01)
-    clock = Clock()
-    workers = Workers("replaced", 1, clock=clock)
-    _hung(workers, hang, "mount")
-    same = workers.submit("same", lambda: "same", ["mount"])
-    clock.now += STALLED_S + 1
-    workers.relieve()
-    until(lambda: _threads("replaced") == 1)  # the other had nothing to do
-    hang.go.set()
-    assert same.result(30) == "same"
