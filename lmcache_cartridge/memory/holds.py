@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any, Literal, NamedTuple, Self
+from typing import Literal, NamedTuple, Self
 
 import torch
 
@@ -42,17 +42,6 @@ class Entry:
     def lease(self, plain: bool) -> Lease | None:
         """Return its oldest lease of a lookup that did, or did not, name cartridges; None without one."""
         return next((lease for lease in self.leases if lease.plain == plain), None)
-
-
-class Read:
-    """A piece that is to be read, and the chunks that wait for it."""
-
-    __slots__ = ("at", "is_begun", "wanted")
-
-    def __init__(self, at: ChunkKey) -> None:
-        self.at, self.is_begun = at, False
-        self.wanted: list[tuple[Entry, Any]] = []
-        """Each with what the piece is of it."""
 
 
 class Lease:

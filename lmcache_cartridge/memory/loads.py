@@ -17,7 +17,7 @@ from ..errors import CartridgeError
 from ..library.index import ChunkKey
 from ..library.workers import STALLED_S, Workers, go_on
 from ..sources.cores import use_all_cores
-from .holds import Entry, Read
+from .holds import Entry
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,9 @@ class LoadThreads:
         """
         self._source, self._loaded, self._is_slow = source, loaded, is_slow
         self._loading: dict[ChunkKey, Entry] = {}
-        self._reads: dict[ChunkKey, Read] = {}
+        self._reads: dict[ChunkKey, list[tuple[Entry, Piece]]] = {}
+        """The pieces that are to be read, and the chunks that wait for each."""
+        self._begun: set[ChunkKey] = set()
         self.seconds = 0.0
         """Spent in loads, failed ones too. To be read under `lock`."""
         self._lock = lock
@@ -161,38 +163,38 @@ class LoadThreads:
         return self._loading.get(entry.key) is entry
 
     def _want(self, entry: Entry, piece: Piece) -> None:
-        read = self._reads.get(piece.at)
-        if read is None:
-            read = self._reads[piece.at] = Read(piece.at)
-            self._begin(piece.at.digest, partial(self._read, read))
-        read.wanted.append((entry, piece))
-        entry.is_begun |= read.is_begun
+        if piece.at not in self._reads:
+            self._reads[piece.at] = []
+            self._begin(piece.at.digest, partial(self._read, piece.at))
+        self._reads[piece.at].append((entry, piece))
+        entry.is_begun |= piece.at in self._begun
 
-    def _read(self, read: Read) -> None:
+    def _read(self, at: ChunkKey) -> None:
         started, data, error = time.perf_counter(), None, None
         with self._lock:
-            read.is_begun = True
-            read.wanted = [wanted for wanted in read.wanted if self._is_loading(wanted[0])]
-            if not read.wanted:  # all were taken back
-                del self._reads[read.at]
+            wanted = self._reads[at] = [each for each in self._reads[at] if self._is_loading(each[0])]
+            if not wanted:  # all were taken back
+                del self._reads[at]
                 return
-            for entry, _ in read.wanted:
+            self._begun.add(at)
+            for entry, _ in wanted:
                 entry.is_begun = True
-            rooms = [entry.room for entry, piece in read.wanted if piece.where is None]
+            rooms = [entry.room for entry, piece in wanted if piece.where is None]
         try:
-            data = self._source.read(read.at, next(iter(rooms), None))
+            data = self._source.read(at, next(iter(rooms), None))
         except Exception as caught:  # a bug must not leave waiters hanging or a slot lost
-            error = _as_error(read.at, caught)
+            error = _as_error(at, caught)
         with self._lock:
-            del self._reads[read.at]  # with those who came to want it meanwhile
-        for entry, piece in read.wanted:
+            del self._reads[at]  # with those who came to want it meanwhile
+            self._begun.discard(at)
+        for entry, piece in wanted:
             entry.error = entry.error or error
             if data is not entry.room:
                 _attempt(entry, self._source.put, piece, data, entry.room)
         done = []
         with self._lock:
             self.seconds += time.perf_counter() - started
-            for entry, _ in read.wanted:
+            for entry, _ in wanted:
                 entry.left -= 1
                 if not entry.left:
                     done.append(entry)
