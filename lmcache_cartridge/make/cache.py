@@ -11,7 +11,6 @@ from ..errors import ArtifactError
 from ..memory.rope import shift
 from .document import check_fits
 from .model import CausalModel
-from .progress import Progress, silent
 from .write import write_trained
 
 
@@ -25,8 +24,6 @@ def from_cache(
     next_position: int | None = None,
     document_ids: Sequence[int] | None = None,
     chunk_tokens: int = 256,
-    encoding: str = "plain",
-    progress: Progress = silent,
 ) -> Manifest:
     """Write a `DynamicCache` of `model` and one document as a trained cartridge at `root` and return its manifest.
 
@@ -56,5 +53,5 @@ def from_cache(
         kv = shift(kv, of, kv.shape[2] - next_position)
     return write_trained(
         model, kv, root, model.provenance("from_cache"), cartridge_id=cartridge_id, version=version,
-        chunk_tokens=chunk_tokens, document_ids=document_ids, encoding=encoding, progress=progress,
+        chunk_tokens=chunk_tokens, document_ids=document_ids,
     )  # fmt: skip

@@ -28,8 +28,6 @@ ROUTE = "/v1/cartridges"
 TTL_S = 300.0
 """How long the server keeps what nobody fetches any more: whoever is killed leaves nothing there."""
 _POLL_S = 0.5
-_OFF = (403, 404, 405)
-"""What servers answer that make nothing for clients, or have no cartridges."""
 
 
 def asked(
@@ -62,12 +60,7 @@ def build(
     Registers nothing.
     """
     own = {"cache_salt": uuid.uuid4().hex}
-    reply = server.send("POST", ROUTE, json=text | own | {"ttl": TTL_S, "model": server.model})
-    if reply.status_code in _OFF:
-        raise SourceError(
-            f"{server.url} makes no cartridges for clients; it has to be `serve --l1-bytes BYTES --set contexts=true`"
-        )
-    found = server.checked(reply).json()
+    found = server.request("POST", ROUTE, json=text | own | {"ttl": TTL_S, "model": server.model}).json()
     context: Any = _Context(server, f"{ROUTE}/{found['id']}", own)
     plain = root.with_name(f".{root.name}.{uuid.uuid4().hex}.plain")
     try:

@@ -217,10 +217,7 @@ class Server:
 
     def request(self, method: str, path: str, **content: Any) -> httpx.Response:
         """Return the reply. Raises `SourceError` when the server cannot be reached or refuses."""
-        return self.checked(self.send(method, path, **content))
-
-    def checked(self, reply: httpx.Response) -> httpx.Response:
-        """Return a reply of the server. Raises `SourceError` for one that is a refusal."""
+        reply = self.send(method, path, **content)
         if not reply.is_success:
             hint = f"; its key is read from ${self._key}" if reply.status_code == 401 else ""
             raise SourceError(f"{self.url}{reply.url.path} answered {reply.status_code}: {reply.text[:300]}{hint}")

@@ -200,7 +200,6 @@ def test_what_was_built_is_compacted_later_and_only_that(sheet, tmp_path, cli):
 
 def test_kv_of_another_model_or_of_a_corrupt_cartridge_is_not_read(sheet, tmp_path):
     made = make_artifact(tmp_path / "a", positions=16, fingerprint=sheet.model.fingerprint, token_ids=[7] * 16)
-    assert torch.equal(read_checked(made.manifest, tmp_path / "a", sheet.model), made.kv), "the control"
     other = structs.replace(made.manifest, fingerprint=structs.replace(made.manifest.fingerprint, layers=4))
     with pytest.raises(ModelMismatch, match="doc@1 is not of .*layers: 4, not 3"):
         read_checked(other, tmp_path / "a", sheet.model)

@@ -167,9 +167,11 @@ def training():
         word = random.Random(asked["seed"]).choice(asked["messages"][0]["content"].split())
         return Reply(body={"choices": [{"message": {"content": f"Question: what of {word}?"}}]})
 
-    with Stub("writer", write) as stub:
+    with Stub("writer", write) as stub, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WRITER_API_KEY", "writer")
         yield ["--model", MODEL, "--chunk-size", 16, "--compress", "3x", "--self-study", 40, "--writer-url", stub.url,
                "--steps", 6, "--set", "check_every=2", "--set", "answer_tokens=4", "--accept", 0]  # fmt: skip
+        assert {request.headers.get("authorization") for request in stub.requests} == {"Bearer writer"}
 
 
 def test_each_sheet_is_trained_as_it_is_alone_and_once(corpus, training, monkeypatch):

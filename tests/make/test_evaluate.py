@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +15,6 @@ from making import make_artifact
 from recall.ward import ask
 from routers import Reply, Request, Stub
 from serving import serving
-from tqdm import tqdm
 
 from lmcache_cartridge.artifact.manifest import Provenance
 from lmcache_cartridge.errors import SourceError
@@ -26,7 +24,6 @@ from lmcache_cartridge.make.evaluate import Answer, report, rows
 from lmcache_cartridge.make.questions import Question, save
 from lmcache_cartridge.make.server import PROMPT, Server, read_score
 from lmcache_cartridge.make.train.initial import prefilled
-from lmcache_cartridge.make.train.job import Job, Task
 from lmcache_cartridge.make.write import write_trained
 from lmcache_cartridge.settings import from_mapping
 
@@ -171,24 +168,16 @@ def _says(text: str | None) -> Callable[[Request], Reply]:
 
 
 def test_each_server_is_shown_its_own_key_and_no_other(tmp_path, monkeypatch):
-    for role in ("OPENAI", "VLLM", "JUDGE", "WRITER"):
+    for role in ("OPENAI", "VLLM", "JUDGE"):
         monkeypatch.setenv(f"{role}_API_KEY", role)
     make_artifact(tmp_path / "doc", positions=32, cartridge_id="doc")
-    registry = Registry(tmp_path / "registry.sqlite")
-    registry.register(tmp_path / "doc")
+    Registry(tmp_path / "registry.sqlite").register(tmp_path / "doc")
     save([Question("who?", "x")], tmp_path / "q.jsonl")
-    with (
-        Stub("server", _says("x")) as server, Stub("judge", _says("4")) as judge,
-        Stub("writer", _says("Question: who?")) as writer,
-    ):  # fmt: skip
+    with Stub("server", _says("x")) as server, Stub("judge", _says("4")) as judge:
         asked = ("--questions", tmp_path / "q.jsonl", "--url", server.url, "--judge-url", judge.url)
         assert Cli(tmp_path)("evaluate", "doc", *asked).status == 0
-        task = Task(model="m", document=tmp_path, id="doc", self_study=1, writer_url=writer.url)
-        job = Job(task, from_mapping({"home": tmp_path}), registry, say=print, bar=partial(tqdm, disable=True))
-        assert job._gather(None, "A text of some words.", "text") == [Question("who?")]
-        for stub, role in ((server, "VLLM"), (judge, "JUDGE"), (writer, "WRITER")):
-            shown = {request.headers.get("authorization") for request in stub.requests}
-            assert shown == {f"Bearer {role}"}
+        for stub, role in ((server, "VLLM"), (judge, "JUDGE")):
+            assert {request.headers.get("authorization") for request in stub.requests} == {f"Bearer {role}"}
 
 
 def test_the_judge_is_shown_question_reference_and_answer_as_material():

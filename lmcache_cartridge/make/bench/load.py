@@ -133,8 +133,7 @@ class Load:
     def _cold(self, name: str) -> str | None:
         until = time.monotonic() + _IDLE_S
         while time.monotonic() < until:
-            if refused := self._target.evict(name):
-                return refused
+            self._target.request("POST", f"/v1/cartridges/{name}/evict")
             if not most(self._target.cartridge(name), "resident_chunks"):
                 return None
             time.sleep(_POLL_S)  # a request that has just ended lets go of it

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any
 
-from ...errors import CartridgeError, SourceError
+from ...errors import SourceError
 from ..server import Server
 
 UNFIT = ("quarantined", "refused")
@@ -35,26 +35,14 @@ class Target(Server):
             raise
 
     def cartridge(self, name: str) -> dict[str, Any]:
-        """Return a cartridge as `/v1/cartridges` has it now. Raises `CartridgeError` for one that is not served."""
-        reply = self.send("GET", f"/v1/cartridges/{name}")
-        if not reply.is_success:
-            raise CartridgeError(f"{self.url} has no cartridge {name!r}: it answered {reply.status_code}")
-        return reply.json()
+        """Return a cartridge as `/v1/cartridges` has it now. Raises `SourceError` for one that is not served."""
+        return self.request("GET", f"/v1/cartridges/{name}").json()
 
     def cartridges(self) -> list[dict[str, Any]]:
         """Return those that ids stand for and that can be served, the shortest first; none where it has no such route."""
         rows = self._told("/v1/cartridges").get("data", ())
         found = [row for row in rows if row["current"] and row["state"] not in UNFIT and most(row, "chunks")]
         return sorted(found, key=lambda row: (row["positions"], row["id"]))
-
-    def evict(self, name: str) -> str | None:
-        """Have a cartridge dropped from memory and from disk copies; return why that cannot be, or None."""
-        reply = self.send("POST", f"/v1/cartridges/{name}/evict")
-        if reply.is_success:
-            return None
-        if reply.status_code == 403:
-            return "its setting `admin` is off, so nothing can be evicted; start it with --set admin=true"
-        return f"it answered {reply.status_code} to /v1/cartridges/{name}/evict"
 
     def _told(self, path: str) -> dict[str, Any]:
         """Return the fields of a reply; none where there is no such route, or it sends something else."""
