@@ -35,7 +35,6 @@ class _Entry:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.copy: Path | None = None
         self.checked_s = -math.inf
 
     def is_younger(self, age_s: float) -> bool:
@@ -63,7 +62,7 @@ class ManifestCache:
         """
         entry = self._entry(location)
         is_fresh = entry.is_younger(max_age_s) or entry.lock.locked()
-        return self._present(location, entry) if is_fresh else None
+        return self._present(location) if is_fresh else None
 
     def fetch(
         self,
@@ -82,11 +81,11 @@ class ManifestCache:
             return found
         entry = self._entry(location)
         with entry.lock:
-            known = self._present(location, entry)
+            known = self._present(location)
             if known and not force and entry.is_younger(max_age_s):
                 return known
             try:
-                found = self._revalidate(location, entry, known, force)
+                found = self._revalidate(location, known, force)
             except (SourceNotFound, SourceDenied):
                 raise
             except SourceError as error:
@@ -111,19 +110,17 @@ class ManifestCache:
         with self._lock:
             return self._entries.get(location) or self._entries.put(location, _Entry())
 
-    def _present(self, location: str, entry: _Entry) -> Path | None:
-        """Return the copy of a location, also that of an earlier process, if it still is there."""
-        if entry.copy is None or not (entry.copy / reading.MANIFEST).is_file():
-            with suppress(OSError):
-                copies = [path.parent for path in self._of(location).glob(f"[!.]*/{reading.MANIFEST}")]
-                return max(copies, key=lambda path: path.stat().st_mtime, default=None)
-            return None
-        return entry.copy
+    def _present(self, location: str) -> Path | None:
+        """Return the copy of a location that was used last, by this process or another, if it still is there."""
+        with suppress(OSError):
+            copies = [path.parent for path in self._of(location).glob(f"[!.]*/{reading.MANIFEST}")]
+            return max(copies, key=lambda path: path.stat().st_mtime_ns, default=None)
+        return None
 
     def _of(self, location: str) -> Path:
         return self._directory / blake3(location.encode()).hexdigest(16)
 
-    def _revalidate(self, location: str, entry: _Entry, known: Path | None, force: bool) -> Path:
+    def _revalidate(self, location: str, known: Path | None, force: bool) -> Path:
         """Return the copy of the artefact that is at the location now."""
         data = read_whole(self._source, location, reading.MANIFEST, MAX_MANIFEST_BYTES)
         manifest = decode(data, f"{location}/{reading.MANIFEST}")
@@ -133,9 +130,8 @@ class ManifestCache:
             self._check_payload(location, manifest)
         if is_new:
             self._copy(location, manifest, data, copy)
-        entry.copy = copy
         with suppress(OSError):
-            os.utime(copy)  # it is used, see `prune`
+            os.utime(copy)  # it is the one that is used
         return copy
 
     def _check_payload(self, location: str, manifest: Manifest) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import random
 import tracemalloc
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from making import heads_bytes, make_artifact
 
 from lmcache_cartridge.artifact import reading
 from lmcache_cartridge.artifact.cartridge import Cartridge, Segment
-from lmcache_cartridge.artifact.manifest import MAX_TOKENS, Manifest, content_digest, decode
+from lmcache_cartridge.artifact.manifest import MAX_TOKENS, Manifest, content_digest
 from lmcache_cartridge.artifact.reading import MANIFEST, PAYLOAD
 from lmcache_cartridge.errors import ArtifactError, CartridgeError
 
@@ -140,31 +139,11 @@ def test_a_mutated_manifest_is_an_error_or_sound_and_costs_little(made, root, si
     assert not signed or {"TruncatedPayload", "CorruptChunk", "ArtifactError"} & seen
 
 
-@pytest.mark.parametrize("made", ["plain"], indirect=True)
-def test_a_forged_manifest_of_a_huge_cartridge_is_refused_before_anything_is_allocated(made, root):
+def test_a_forged_number_of_token_ids_is_refused_before_anything_is_allocated(root):
+    made = make_artifact(root, positions=80, kind="trained", layers=1, head_size=8)
     forged = json.loads((root / MANIFEST).read_bytes())
-    shape, payload = forged["fingerprint"], forged["payload"]
-    shape["layers"] = (1 << 24) - 1
-    token_bytes = 2 * shape["layers"] * 2 * shape["head_size"] * 2
-    payload["size_bytes"] = payload["data_offset_bytes"] + 40 * token_bytes
-    data = _signed(json.dumps(forged).encode())
-    decode(data, "it is consistent")
-    (root / MANIFEST).write_bytes(data)
-    assert _read_cheaply(made, root, original=False) == "TruncatedPayload"
-
-
-@pytest.mark.parametrize("tokens", ["tokens", "document"])
-def test_a_forged_number_of_token_ids_is_refused_before_anything_is_allocated(root, tokens):
-    made = make_artifact(root, positions=80, kind="trained", chunk_tokens=1 << 20, layers=1, head_size=8)
-    forged, count = json.loads((root / MANIFEST).read_bytes()), MAX_TOKENS - 1
-    if tokens == "tokens":
-        payload, count = forged["payload"], 1 << 23
-        forged["positions"], payload["chunk_tokens"] = count, (1 << 24) - 1
-        payload["size_bytes"] += (count - 80) * made.manifest.fingerprint.token_bytes
-        os.truncate(root / PAYLOAD, payload["size_bytes"])  # takes no room on the disk
-    file = {"tokens": "token_ids.npy", "document": "document_ids.npy"}[tokens]
-    forged[tokens] = {"count": count, "blake3": "00" * 32, "file": file}
-    (root / file).write_bytes((root / "token_ids.npy").read_bytes())
+    forged["document"] = {"count": MAX_TOKENS - 1, "blake3": "00" * 32, "file": "document_ids.npy"}
+    (root / "document_ids.npy").write_bytes((root / "token_ids.npy").read_bytes())
     (root / MANIFEST).write_bytes(_signed(json.dumps(forged).encode()))
     assert _read_cheaply(Made(made.manifest, []), root, original=False) == "ArtifactError"
 

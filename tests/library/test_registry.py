@@ -187,8 +187,6 @@ def test_an_unsound_artefact_is_not_registered(registry, make, tmp_path):
     (root / PAYLOAD).write_bytes(b"")
     with pytest.raises(TruncatedPayload):
         registry.register(root)
-    with pytest.raises(ManifestError):
-        registry.register(tmp_path / "nowhere")
     big = tmp_path / "big"
     make_artifact(big, positions=100, layers=1)
     flip_bit(big / "token_ids.npy", 200)

@@ -130,16 +130,6 @@ def test_a_pin_of_what_cannot_be_served_or_has_no_room_says_why(home):
     assert store.status()["pinned"] == [one.digest]
 
 
-def test_a_pin_whose_source_was_away_is_made_good_without_anybody_asking(home, made, digest):
-    store, away = home.open(settings=STILL), home.payload().rename(home.path / "away")
-    assert store.pin(digest) == 4
-    until(lambda: store.cpu.stats().failed >= 4)
-    assert (store.pin(digest), store.names()) == (4, ["doc@1"]), "a pin on its way is a pin"
-    away.rename(home.payload())
-    until(lambda: store.resident(home.prompt().hashes) == 4)
-    assert store.cpu.stats().held == 4
-
-
 # Fetches in the background.
 
 

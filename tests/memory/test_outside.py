@@ -187,36 +187,25 @@ def recovers(store: CartridgeStore, world: World) -> None:
         claim.close()
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_beside_what_hangs_all_else_is_served_and_a_store_closes(world, place, monkeypatch):
-    fault, store, other = Fault(PLACES[place], monkeypatch), world.open(), world.open()
+@pytest.mark.parametrize(
+    ("error", "place"),
+    [*((error, place) for error in (None, BUG) for place in PLACES), *((FULL, place) for place in WRITTEN)],
+)
+def test_a_fault_costs_its_own_cartridge_and_is_told_and_a_store_closes(world, place, error, monkeypatch):
+    fault, store, other = Fault(PLACES[place], monkeypatch, error), world.open(), world.open()
     world.serve(store, "resident")
-    relieve, relieved = store.cpu.relieve, []
+    relieve, relieved, before = store.cpu.relieve, [], noted()
     store.cpu.relieve = lambda: relieved.append(1) or relieve()  # type: ignore[func-returns-value]
     with fault.on():
         claims = met(fault, store, world)
         world.serve(store, "resident", "cold", *([] if place in ABOUT_ALL else ["later"]))
-        before = len(relieved)
-        until(lambda: len(relieved) > before + 3)  # the keeper goes on
+        told = [lambda: noted() > before, store.refused, lambda: [claim.poll().problem for claim in claims]]
+        until(lambda: error is not BUG or any(tell() for tell in told))
+        since = len(relieved)
+        until(lambda: len(relieved) > since + 3)  # the keeper goes on
         for claim in claims:
             claim.close()
         run_threads(1, lambda _: other.close(), timeout_s=20)  # it does not wait for what hangs
-    recovers(store, world)
-
-
-@pytest.mark.parametrize(
-    ("error", "place"), [*((BUG, place) for place in PLACES), *((FULL, place) for place in WRITTEN)]
-)
-def test_an_error_costs_its_own_cartridge_and_is_told(world, place, error, monkeypatch):
-    fault, store, before = Fault(PLACES[place], monkeypatch, error), world.open(), noted()
-    world.serve(store, "resident")
-    with fault.on():
-        claims = met(fault, store, world)
-        world.serve(store, "resident", "cold", *([] if place in ABOUT_ALL else ["later"]))
-        told = [lambda: noted() > before, store.refused, lambda: [claim.poll().problem for claim in claims]]
-        until(lambda: error is FULL or any(tell() for tell in told))
-        for claim in claims:
-            claim.close()
     recovers(store, world)
 
 

@@ -69,11 +69,3 @@ def test_a_packed_chunk_is_what_vllm_writes_and_in_blocks_the_memory_itself_and_
         assert torch.equal(tiles.unpack(each, _shape(kv), name), kv)
     assert torch.equal(packed, blocks.transpose(2, 3).contiguous().flatten().view(torch.uint8)), "what LMCache moves"
     assert torch.equal(in_blocks, blocks.flatten().view(torch.uint8))
-
-
-@pytest.mark.parametrize(("name", "tokens", "size"), [("vec/128", 192, 64), ("amx/32", 64, 40), ("amx/24", 48, 64)])
-def test_what_is_no_whole_tiles_is_refused(name, tokens, size):
-    kv = _kv("bfloat16", tokens, size)
-    assert not tiles.fits(_shape(kv), name)
-    with pytest.raises(RuntimeError):
-        _bytes(kv, name)
