@@ -92,11 +92,11 @@ class SourceError(CartridgeError, OSError):
 
 
 class SourceNotFound(SourceError, FileNotFoundError):
-    """There is no such file, object or bucket."""
+    """There is no such file or object."""
 
 
 class SourceDenied(SourceError, PermissionError):
-    """The source may not be read, or not with the credentials found."""
+    """The source may not be read, or not with the credentials found, or its bucket is not there."""
 
 
 class SourceTimeout(SourceError, TimeoutError):

@@ -132,9 +132,7 @@ class Published(Registry):
         known = self._state().revision
         try:
             found = self._source.read(self.location, INDEX, _MAX_BYTES, known=known or None)
-        except SourceNotFound as error:
-            if "NoSuchBucket" in str(error):
-                raise
+        except SourceNotFound:
             raise SourceNotFound(
                 f"nothing is published at {self.location}; `lmcache-cartridge publish NAME --library {self.location}` "
                 "begins a library"
@@ -160,9 +158,7 @@ class Published(Registry):
         for attempt in range(_ATTEMPTS):
             try:
                 self._look()
-            except SourceNotFound as error:
-                if "NoSuchBucket" in str(error):
-                    raise
+            except SourceNotFound:
                 with self._connect() as db:
                     self._take_in(db, _Index(2, 0, (), (), ()), "")
             with self._connect() as db:

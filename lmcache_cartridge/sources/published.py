@@ -109,9 +109,7 @@ class Follower:
         try:
             self._library.follow()
         except CartridgeError as error:
-            if not self._library.following.position and (
-                not isinstance(error, SourceNotFound) or "NoSuchBucket" in str(error)
-            ):
+            if not self._library.following.position and not isinstance(error, SourceNotFound):
                 self._source.close()
                 raise
             note(error)

@@ -286,11 +286,11 @@ def _answered(status: int, code: str, name: str) -> CartridgeError:
     """Return the error for an answer with this HTTP status and S3 error code."""
     code = code if re.fullmatch(r"[A-Za-z0-9.]{1,64}", code) else ""
     answer = f"the server answers {status} {code}".rstrip()
-    if status == 404:
+    if status == 404 and code != "NoSuchBucket":
         return SourceNotFound(f"{name}: {answer}; no such object")
-    if status in (401, 403):
+    if status in (401, 403, 404):
         return SourceDenied(
-            f"{name}: {answer}; these credentials may not use it, or it is not there and they may not list the bucket"
+            f"{name}: {answer}; these credentials may not use it, or it is not there and they may not list the bucket, or that is not there"
         )
     if status == 416:
         return TruncatedPayload(f"{name} ends before the bytes that were asked for")

@@ -186,9 +186,7 @@ def holds(root: Path, manifest: Manifest) -> bool:
 def _manifest_at(location: str, source: S3Source) -> Manifest | None:
     try:
         data = read_whole(source, location, reading.MANIFEST, MAX_MANIFEST_BYTES)
-    except SourceNotFound as error:
-        if "NoSuchBucket" in str(error):
-            raise
+    except SourceNotFound:
         return None
     return decode(data, f"{location}/{reading.MANIFEST}")
 
