@@ -91,7 +91,7 @@ class Workers:
                     return job.future
             job = _Job(key, frozenset(groups), run, Future())
             if self._closed:
-                job.future.cancel()
+                _drop(job)
                 return job.future
             self._waiting[key] = job
             self._wake()
@@ -116,7 +116,7 @@ class Workers:
             self._waiting.clear()
             self._changed.notify_all()
         for job in dropped:
-            job.future.cancel()
+            _drop(job)
         with self._changed:
             self._changed.wait_for(lambda: not self._alive, wait_s)
 
@@ -168,3 +168,9 @@ class Workers:
             result = error = None
             if replaced:
                 return
+
+
+def _drop(job: _Job) -> None:
+    """Cancel a job that no thread will take, and wake whoever waits for it."""
+    if job.future.cancel():
+        job.future.set_running_or_notify_cancel()

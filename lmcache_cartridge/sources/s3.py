@@ -71,9 +71,7 @@ class S3Source:
             parts.append(self._threads.submit(object(), part, (location,)))
         done, others = wait(parts, return_when=FIRST_EXCEPTION)
         read.given_up.set()
-        for each in others:
-            each.cancel()
-        wait(others)  # until then they write to `out`
+        wait([each for each in others if not each.cancel()])  # until then they write to `out`
         try:
             for each in done:
                 each.result()

@@ -145,6 +145,17 @@ def test_a_place_that_hangs_keeps_no_other_waiting(proxy, opened, location, s3_c
     hanging.join(60)
 
 
+def test_reads_that_run_and_that_wait_end_where_their_source_is_closed(proxy, opened, location):
+    source, proxy.always = opened(connections=1, timeout_s=2), silence
+
+    def read(_: int) -> None:
+        with pytest.raises(SourceError, match="the source was closed"):
+            _read(source, location)
+
+    threading.Timer(0.5, source.close).start()
+    run_threads(3, read, timeout_s=60)
+
+
 def test_nothing_is_written_to_a_buffer_after_its_read_ended(proxy, hasty, location):
     proxy.always = trickle(0.02, 100)
     out = bytearray(SIZE)
