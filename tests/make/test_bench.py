@@ -18,10 +18,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from routers import Reply, Request, Stub
-from waiting import run_threads, until
+from waiting import run_threads
 
 from lmcache_cartridge.cli.main import main
 from lmcache_cartridge.make.bench import load
@@ -284,19 +283,13 @@ def test_statistics_are_those_of_the_textbook():
 
 def test_memory_is_that_of_the_processes_behind_a_port_and_what_is_shared_counts_once(start):
     """One that has ended since it was listed is no error."""
-    target, own = Target(start().url), psutil.Process()
-    port = int(target.url.rpartition(":")[2])
-    until(lambda: own in family(port))
-    with subprocess.Popen(["sleep", "60"]) as child:
-        found = family(port)
+    with Target(start().url) as target, subprocess.Popen(["sleep", "60"]) as child:
+        found = {each.pid: each for each in family(int(target.url.rpartition(":")[2]))}
         child.kill()
-    assert {own, psutil.Process(own.pid)} <= found and {os.getpid(), child.pid} <= {each.pid for each in found}
-    assert os.getppid() not in {each.pid for each in found}
-    assert 1 << 20 < pss(own) <= own.memory_info().rss * 1.01
-    [ended] = [each for each in found if each.pid == child.pid]
-    assert pss(ended) == 0
-    with target:
         assert memory_of(target)[0].startswith("proportional set size")
+    own = found[os.getpid()]
+    assert os.getppid() not in found and pss(found[child.pid]) == 0
+    assert 1 << 20 < pss(own) <= own.memory_info().rss * 1.01
 
 
 def test_processes_on_gpus_are_read_as_nvidia_smi_tells_them(tmp_path, monkeypatch):

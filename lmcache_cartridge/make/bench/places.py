@@ -40,8 +40,6 @@ def questions(target: Target) -> Iterator[list[int]]:
 def plain(target: Target, p: int) -> Place:
     """Return a document of generated text, of p tokens."""
     ids = target.tokenize(prompt=texts.write(f"bench {p}", p).text, add_special_tokens=True)
-    if len(ids) < p:
-        raise CartridgeError(f"a text of {p} tokens was wanted, and as many words have {len(ids)}")
     return Place(p, tuple(ids[:p]))
 
 
