@@ -89,7 +89,9 @@ def test_what_goes_into_a_pipe_is_plain(cli, tmp_path):
     assert "\r" not in ran.stderr, "progress is shown where nobody watches"
 
 
-@pytest.mark.parametrize("argv", ["list --wings", "show", "list --format yaml", "build --document none"])
+@pytest.mark.parametrize(
+    "argv", ["list --wings", "show", "list --format yaml", "build --document none", "bench --url http://x --c 0"]
+)
 def test_wrong_usage_ends_with_status_2(cli, argv):
     ran = cli(*argv.split())
     assert ran.status == 2

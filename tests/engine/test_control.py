@@ -18,6 +18,7 @@ from lmcache_cartridge.engine import client, frames
 from lmcache_cartridge.engine.client import ControlClient, Held
 from lmcache_cartridge.engine.control import ControlServer
 from lmcache_cartridge.errors import CartridgeError, UnsupportedEngine
+from lmcache_cartridge.memory.claims import Claim
 
 
 @pytest.fixture
@@ -79,16 +80,21 @@ def test_a_claim_holds_its_chunks_until_it_is_released(workers, store, made, tmp
     until(lambda: store.cpu.stats().held == 0)
 
 
-def test_a_claim_is_answered_once_it_is_ready_stuck_or_its_time_is_up_and_ends_with_its_client(serve, home, made):
+def test_a_claim_is_answered_once_it_is_ready_stuck_or_its_time_is_up_and_ends_with_its_client(
+    serve, home, made, monkeypatch
+):
     """Memory has room for the first of two cartridges: the other waits, unless it can be computed."""
     other = home.make("other", positions=64, seed=3).manifest.digest
     small = home.open(chunks=4, settings=STILL)
     workers = ControlClient([serve(small)])
     first = _claimed(workers, made.manifest.digest)
+    polls, poll = [], Claim.poll
+    monkeypatch.setattr(Claim, "poll", lambda claim: (polls.append(claim), poll(claim))[1])
     for wait_s, may_compute in ((600, True), (0.5, False)):
         claim, told = _asked(workers, other, wait_s, may_compute)
         assert not told.result(60)[0]["ready"]
         claim.release()
+    assert len(polls) < 100, "it waits between two looks"
     until(lambda: small.status()["claims"] == 1)
     gone, _ = _asked(workers, other, 600)
     second, waiting = _asked(workers, other, 600)

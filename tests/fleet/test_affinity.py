@@ -34,8 +34,9 @@ IDS = st.from_regex(r"\A[A-Za-z0-9_][A-Za-z0-9._-]{0,11}\Z") | st.sampled_from([
 VERSIONS = st.sampled_from(["", "@1", "@2", "@17"])
 
 
-def test_an_alias_several_headers_and_a_session_have_the_key_of_what_they_name():
+def test_an_alias_several_headers_a_label_and_a_session_have_the_key_of_what_they_name():
     assert affinity_key({"model": "bot"}, naming=Naming(models=MODELS, model_aliases={"bot": ["a@2", "b"]})) == "a,b"
+    assert affinity_key({"bot": "both"}, naming=Naming(router="label", label_field="bot")) == "both"
     assert affinity_key({}, ["a@1", "b"]) == affinity_key(None, "a ,\t, b@7,") == "a,b"
     assert session_headers("a@2", "b") == {"x-session-id": "a,b", "X-Cartridges": "a@2, b"}
 

@@ -23,6 +23,7 @@ from routers import Reply, Request, Stub
 from waiting import run_threads
 
 from lmcache_cartridge.cli.main import main
+from lmcache_cartridge.cli.making import room_bytes
 from lmcache_cartridge.make.bench import load
 from lmcache_cartridge.make.bench.figures import stats
 from lmcache_cartridge.make.bench.load import WAYS, not_so
@@ -274,6 +275,10 @@ def test_a_key_for_openai_is_not_shown_to_the_server(start, bench, monkeypatch, 
     monkeypatch.setenv("VLLM_API_KEY", key)
     assert bench(mock).status == 0
     assert mock.keys == {f"Bearer {key}" if key else ""} and os.environ["OPENAI_API_KEY"] == "sk-openai"
+
+
+def test_a_server_of_ones_own_has_memory_for_the_two_longest():
+    assert room_bytes([256, 32_768], None, 1 << 17) >= 2 * 32_768 << 17 > room_bytes([256, 32_768], 8192, 1 << 17)
 
 
 def test_statistics_are_those_of_the_textbook():

@@ -179,6 +179,9 @@ def test_where_nothing_can_be_imported_it_is_said(home):
         resolver = Resolver(from_mapping(home.settings.model_dump() | {"imported_bytes": most}))
         resolver.imports.served = home.served
         assert why in _refused(resolver, path)[2]
+    home.settings.cache_dir.mkdir(parents=True, exist_ok=True)
+    (home.settings.cache_dir / "imported").touch()  # no directory, as on a disk that takes none
+    assert _refused(home.resolver(), path)[:2] == (503, 30)
 
 
 def test_secrets_of_the_server_do_not_come_to_the_child(home, monkeypatch):

@@ -364,7 +364,7 @@ def test_a_cartridge_that_is_known_to_be_int8_may_be_further_from_its_document(s
     """It was failed though every answer was right: 0.245 off, of which 0.15 are allowed."""
     artefact = make_artifact(tmp_path / "a", positions=32, encoding="int8")
     stub.digest, stub.fault = artefact.manifest.digest, "off by a third"
-    asked = ["--cartridges", "a", "--tier", "0", "--home", str(tmp_path)]
+    asked = ["--cartridges", "a", "--tier", "0,0.5", "--home", str(tmp_path)]
     assert told(*asked)[0] == 1
     Registry(from_mapping({"home": tmp_path}).registry_path).register(tmp_path / "a")
     assert told(*asked)[0] == 0
