@@ -65,10 +65,11 @@ class S3Source:
         self._clients: dict[str, Any] = {}
 
     def read_into(self, location: str, file: str, where: ByteRange, out: memoryview, seen: Seen | None = None) -> None:
-        read, step, parts = self._reading(location, file), self._part_bytes, []
-        for at in range(0, len(out), step):
-            part = partial(_fill, read, where.start + at, out[at : at + step])
-            parts.append(self._threads.submit(object(), part, (location,)))
+        read, step = self._reading(location, file), self._part_bytes
+        parts = [
+            self._threads.submit(object(), partial(_fill, read, where.start + at, out[at : at + step]), (location,))
+            for at in range(0, len(out), step)
+        ]
         done, others = wait(parts, return_when=FIRST_EXCEPTION)
         read.given_up.set()
         wait([each for each in others if not each.cancel()])  # until then they write to `out`
