@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
 import pytest
 import yaml
+from starlette.requests import Request as StarletteRequest
+from starlette.responses import Response
 from waiting import until
+from watching import listening
 
 from lmcache_cartridge.serve.launch import free_port
 
@@ -48,65 +50,37 @@ class Reply(NamedTuple):
     """Sent as JSON with the name of the stub, or as it is."""
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    block_on_close = False
-    request_queue_size = 128
-
-    def __init__(self, *arguments: Any) -> None:
-        self.connections: list[Any] = []
-        super().__init__(*arguments)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        self.connections.append(request)
-        super().process_request(request, client_address)
-
-
 class Stub:
-    """No engine: an HTTP server that is healthy and lists a model, and answers all else by `answer`."""
+    """No engine: an HTTP server that is healthy and lists a model, and answers all else by `answer`, each in a thread."""
 
     def __init__(self, name: str, answer: Callable[[Request], Reply] = lambda request: Reply()) -> None:
-        self.name, self.requests = name, []
-        stub = self
+        self.name = name
+        self.requests: list[Request] = []
+        self.connections: set[Any] = set()
+        """Of whoever asked."""
+        self._says, self._threads, self._ends = answer, ThreadPoolExecutor(128), ExitStack()
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-            wbufsize = 1 << 16
-            """In one piece: else the second waits 40 ms for Envoy's delayed acknowledgement of the first."""
-
-            def do_GET(self) -> None:
-                self._send(stub.get(self.path))
-
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers.get("content-length", 0)))
-                request = Request(self.path, {k.lower(): v for k, v in self.headers.items()}, body)
-                stub.requests.append(request)
-                self._send(answer(request))
-
-            def _send(self, reply: Reply) -> None:
-                body = reply.body
-                if not isinstance(body, bytes):
-                    body = json.dumps({"stub": stub.name, **body}).encode()
-                self.send_response(reply.status)
-                for name, value in {**reply.headers, "content-type": "application/json"}.items():
-                    self.send_header(name, value)
-                self.send_header("content-length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *arguments: Any) -> None:
-                """Say nothing."""
-
-        self._server = _Server((LOCAL, 0), Handler)
-        self.requests: list[Request]
-        self.url = f"http://{LOCAL}:{self._server.server_port}"
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answer, as an ASGI app."""
+        got = StarletteRequest(scope, receive)
+        path = b"?".join(filter(None, (scope["raw_path"], scope["query_string"]))).decode("latin-1")
+        request = Request(path, dict(got.headers), await got.body())
+        self.connections.add(scope["client"])
+        if got.method == "GET":
+            status, headers, body = self.get(path)
+        else:
+            self.requests.append(request)
+            loop = asyncio.get_running_loop()
+            status, headers, body = await loop.run_in_executor(self._threads, self._says, request)
+        shown = body if isinstance(body, bytes) else json.dumps({"stub": self.name, **body})
+        await Response(shown, status, headers, "application/json")(scope, receive, send)
 
     def get(self, path: str) -> Reply:
         """Return what a GET is answered."""
         return Reply(body={"data": [{"id": "m", "object": "model"}]})
 
     def __enter__(self) -> Stub:
-        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
+        self.url = self._ends.enter_context(listening(self))
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -114,11 +88,7 @@ class Stub:
 
     def close(self) -> None:
         """End it with all of its connections, as a process that is killed does."""
-        self._server.shutdown()
-        self._server.server_close()
-        for connection in self._server.connections:
-            with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+        self._ends.close()
 
 
 @contextmanager
@@ -165,7 +135,6 @@ def envoy(
     urls: Sequence[str],
     directory: Path,
     *,
-    lb_policy: str | None = None,
     picker: str | None = None,
     picker_timeout: str = "30s",
 ) -> Iterator[str]:
@@ -178,7 +147,6 @@ def envoy(
     resources, port, admin = config["static_resources"], free_port(), free_port()
     resources["listeners"][0]["address"]["socket_address"] = {"address": LOCAL, "port_value": port}
     cluster, *others = resources["clusters"]
-    cluster |= {"lb_policy": lb_policy} if lb_policy else {}
     cluster["load_assignment"]["endpoints"] = [{"lb_endpoints": [
         {"endpoint": {"hostname": f"engine-{number}", "address": _address(url)}} for number, url in enumerate(urls)
     ]}]  # fmt: skip

@@ -133,7 +133,10 @@ def serving(watched: Watched, key: str | None = None) -> Iterator[str]:
 @contextmanager
 def listening(app: Any) -> Iterator[str]:
     """Run an ASGI app on a free port; lend its URL."""
-    server = uvicorn.Server(uvicorn.Config(app, port=(port := free_port()), log_level="error", lifespan="off"))
+    config = uvicorn.Config(
+        app, port=(port := free_port()), log_level="critical", lifespan="off", timeout_keep_alive=3600
+    )
+    server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
@@ -142,5 +145,5 @@ def listening(app: Any) -> Iterator[str]:
             thread.join(0.01)
         yield f"http://127.0.0.1:{port}"
     finally:
-        server.should_exit = True
+        server.should_exit = server.force_exit = True
         thread.join()

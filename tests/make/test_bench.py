@@ -264,7 +264,7 @@ def test_no_request_waits_for_a_connection_of_its_client(monkeypatch):
         for later_s in (0, 600):
             monkeypatch.setattr(time, "monotonic", lambda later_s=later_s: clock() + later_s)
             run_threads(count, lambda number: server.request("POST", "/v1/completions", json={}), timeout_s=60)
-        assert len(stub._server.connections) == count
+        assert len(stub.connections) == count
 
 
 @pytest.mark.parametrize("key", ["sk-server", ""])
