@@ -22,8 +22,6 @@ class PodConfig(BaseModel):
     name: Annotated[str, Field(min_length=1, max_length=253)]
     url: Annotated[str, Field(pattern=r"^https?://[^/]+/?$")]
     """Of vLLM's API server; requests are sent to its host and port."""
-    events: str | None = None
-    """Its `endpoint`; may be named, and is not read: `replay` tells all that comes there, and what was lost on the way."""
     replay: str | None = None
     """ZMQ endpoint that its events are asked of, vLLM's `replay_endpoint`. Without it `GET /kv_event_sources` is asked."""
 

@@ -37,10 +37,7 @@ class Score(NamedTuple):
     """What one server scores."""
 
     total: float
-    prefix: float
-    """Its part for the share of the prompt that it has, weighted."""
-    load: float
-    """Its part for how few requests wait, weighted."""
+    """For the share of the prompt that it has, and for how few requests wait, each by its weight."""
     matched: Mapping[str, int]
     """Leading tokens of the prompt that it has, by tier."""
     share: float
@@ -92,8 +89,7 @@ class Fleet:
         Its cartridges are looked for, and its prompt behind them where that is token ids. Raises `NoTokens` where there is
         neither, `NoPod`, and `NotReplayed` where no server's past events were replayed yet.
         """
-        fields = _fields(body)
-        able, left_out = self._able()
+        fields, able = _fields(body), self._able()
         if not any(pod.is_known for pod in able):
             raise NotReplayed("no server's past events are replayed yet, or they publish none; ask later")
         tokens = await self._named(fields, headers, able)
@@ -106,9 +102,8 @@ class Fleet:
             raise NoTokens("name cartridges, or give token ids as `prompt`")
         found = self._scored(tokens, able)
         return {
-            "scores": {name: one.total for name, one in found.items()},
-            "receipt": self._receipt(found, tokens, left_out),
-        }
+            "scores": {name: one.total for name, one in found.items()}, "receipt": self._receipt(found, tokens)
+        }  # fmt: skip
 
     async def pick(self, headers: Mapping[str, str], body: bytes) -> Pick:
         """Return the server for a request as it came, `headers` with names in lower case.
@@ -116,8 +111,7 @@ class Fleet:
         Its cartridges are looked for, its prompt is not; a request without any goes by load. Waits for a server only where
         what the cartridges are was not asked for a while. Raises `NoPod` without a healthy server.
         """
-        fields = _fields(body)
-        able, left_out = self._able()
+        fields, able = _fields(body), self._able()
         problem, tokens = {}, Tokens([])
         try:
             tokens = await self._named(fields, headers, able)
@@ -125,12 +119,11 @@ class Fleet:
             problem = {"problem": str(error)}
         found, key = self._scored(tokens, able), self._key(fields, headers)
         holders = {name: one for name, one in found.items() if one.share >= HELD or not key}
-        name = best(holders) if holders else owner(key, found)
-        by = "score" if holders else "owner"
+        name, by = (best(holders), "score") if holders else (owner(key, found), "owner")
         self.metrics.picks.labels(name, by).inc()
         self.metrics.asked.inc(len(tokens.ids))
         self.metrics.hit.inc(found[name].share * len(tokens.ids))
-        receipt = self._receipt(found, tokens, left_out) | {"pod": name, "by": by, "key": key} | problem
+        receipt = self._receipt(found, tokens) | {"pod": name, "by": by, "key": key} | problem
         return Pick(next(pod for pod in able if pod.name == name), receipt)
 
     def _key(self, fields: Mapping[str, Any], headers: Mapping[str, str]) -> str:
@@ -140,21 +133,20 @@ class Fleet:
         """Return the tokens of a request's cartridges, none without any. Raises `NoTokens`."""
         return await self._renderer.of_names(fields, headers, pods) if self._key(fields, headers) else Tokens([])
 
-    def _able(self) -> tuple[list[Pod], dict[str, str]]:
-        """Return the healthy servers, and why others cannot be picked. Raises `NoPod` without a healthy one."""
-        left_out = {pod.name: pod.problem for pod in self.pods if pod.problem is not None}
-        able = [pod for pod in self.pods if pod.problem is None]
-        if not able:
-            raise NoPod("no server is healthy: " + "; ".join(f"{name}: {why}" for name, why in left_out.items()))
-        return able, left_out
+    def _able(self) -> list[Pod]:
+        """Return the healthy servers. Raises `NoPod` without any."""
+        if able := [pod for pod in self.pods if pod.problem is None]:
+            return able
+        raise NoPod("no server is healthy: " + "; ".join(f"{pod.name}: {pod.problem}" for pod in self.pods))
 
     def _scored(self, tokens: Tokens, pods: Sequence[Pod]) -> dict[str, Score]:
         matched, weights = self.index.matches(tokens), (self.config.prefix_weight, self.config.load_weight)
         return {pod.name: score(matched.get(pod.number, {}), len(tokens.ids), pod.waiting, *weights) for pod in pods}
 
-    def _receipt(self, found: Mapping[str, Score], tokens: Tokens, left_out: Mapping[str, str]) -> dict[str, Any]:
+    def _receipt(self, found: Mapping[str, Score], tokens: Tokens) -> dict[str, Any]:
         known = {pod.name: pod.is_known for pod in self.pods}
         scores = {name: one._asdict() | {"known": known[name]} for name, one in found.items()}
+        left_out = {pod.name: pod.problem for pod in self.pods if pod.name not in found}
         return {"tokens": len(tokens.ids), "scores": scores, "left_out": left_out}
 
 
@@ -166,9 +158,9 @@ def score(
     for tier, weight in TIER_WEIGHT.items():
         if (end := matched.get(tier, 0)) > reached:
             worth, reached = worth + weight * (end - reached), end
-    prefix = prefix_weight * (worth / tokens if tokens else 0.0)
-    load = load_weight * 0.5 * (1 - min(waiting, MAX_WAITING) / MAX_WAITING)
-    return Score(prefix + load, prefix, load, matched, reached / tokens if tokens else 0.0, waiting)
+    load = 0.5 * (1 - min(waiting, MAX_WAITING) / MAX_WAITING)
+    total = prefix_weight * worth / (tokens or 1) + load_weight * load
+    return Score(total, matched, reached / (tokens or 1), waiting)
 
 
 def best(scores: Mapping[str, Score]) -> str:
@@ -182,11 +174,11 @@ def owner(key: str, servers: Iterable[str]) -> str:
 
     Rendezvous hashing (Thaler and Ravishankar 1998): a server that comes or goes moves its own keys and no others.
     """
-    return max(servers, key=lambda server: (_hash(f"{_hash(server)}{key}"), server))
+    return max(servers, key=lambda server: _hash(f"{server} {key}"))
 
 
-def _hash(text: str) -> str:
-    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+def _hash(text: str) -> bytes:
+    return blake2b(text.encode("utf-8", "surrogatepass")).digest()
 
 
 def _fields(body: bytes) -> dict[str, Any]:
