@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from typer import Argument
+from typer import Argument, BadParameter
 
 from ..artifact.location import is_remote
 from ..errors import CartridgeError
@@ -53,6 +54,13 @@ USUAL_CHUNK = 256
 """The chunk size of servers by default."""
 
 
+def _object(text: str) -> dict[str, Any]:
+    with suppress(ValueError):
+        if isinstance(given := json.loads(text), dict):
+            return given
+    raise BadParameter(f"{text!r} is no JSON object")
+
+
 @command("build --model ./llama --document handbook.txt --id handbook")
 def build(
     corpus: Corpus = [],  # noqa: B006  Typer copies it
@@ -70,8 +78,8 @@ def build(
     ] = None,
     chat_template: Annotated[Path | None, file("chat template in the place of the model's, as vLLM is given")] = None,
     chat_arguments: Annotated[
-        str, option("arguments of the template, as requests' chat_template_kwargs", metavar="JSON")
-    ] = "",
+        Any, option("arguments of the template, as requests' chat_template_kwargs", metavar="JSON", parser=_object)
+    ] = None,
     token_ids: Annotated[
         Path | None,
         file("token ids made elsewhere, as a JSON list; --document is what they were made of"),
@@ -118,13 +126,11 @@ def build(
 ) -> int | None:  # fmt: skip
     """Make cartridges of documents, check and register them. Whole or compacted; or of a registered cartridge."""
     options: dict[str, Any] = {"dtype": dtype, "device": device, "lora": lora, "max_model_len": max_model_len}
-    arguments = _arguments(chat_arguments)
     if corpus:
         check(locals(), "--id, --document, --messages, --token-ids, --from, --url, --questions, --held-out, --refine, "
               "--no-promote need one document, not many")  # fmt: skip
         _check_build(locals() | {"document": corpus})
-        parsed = {"chat_arguments": arguments, "compact": length(compact) if compact else None}
-        return many(corpus, locals() | parsed)
+        return many(corpus, locals() | {"compact": length(compact) if compact else None})
     check(locals(), ONE, "build needs --id")
     assert id is not None, "checked"
     _check_build(locals())
@@ -169,7 +175,7 @@ def _check_build(given: dict[str, Any]) -> None:
 def _prefill(root: Path, given: dict[str, Any]) -> tuple[Manifest, dict[str, Any]]:
     """Make a cartridge of a whole document, here or on a server, and return what there is to tell of it."""
     document, token_ids, messages = given["document"], given["token_ids"], given["messages"]
-    source, arguments = document or token_ids or messages, given["arguments"]
+    source, arguments = document or token_ids or messages, given["chat_arguments"] or {}
     if given["url"] is not None:
         from ..make import remote
         from ..make.foreign.ids import read_json
@@ -235,16 +241,6 @@ def _compact(root: Path, given: dict[str, Any]) -> tuple[Manifest, dict[str, Any
     about = manifest.provenance.compaction
     assert about is not None, "compaction writes it"
     return manifest, {"measured": msgspec.to_builtins(about.measured)}
-
-
-def _arguments(text: str) -> dict[str, Any]:
-    try:
-        given = json.loads(text or "{}")
-    except ValueError as error:
-        raise CartridgeError(f"--chat-arguments is no JSON: {error}") from None
-    if not isinstance(given, dict):
-        raise CartridgeError(f"--chat-arguments {text} is no JSON object")
-    return given
 
 
 @command("import ./adapter --model ./llama --id handbook", "import")

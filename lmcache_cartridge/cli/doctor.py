@@ -53,9 +53,6 @@ def _checks(settings: Settings) -> Iterator[Check]:
     yield _check_configuration()
     if found["lmcache"]:
         yield _check_plugin()
-    if settings.accept_weights:
-        yield Check("warn", "weights", "accept_weights: cartridges of other weights than the served model's are served",
-                    "measure what it costs with `lmcache-cartridge evaluate`, or leave the setting out")  # fmt: skip
     yield from _check_registry(settings)
 
 
