@@ -28,8 +28,7 @@ def built(kind: str, tree: Path, to: Path) -> Path:
     return to / ran.stdout.splitlines()[-1]
 
 
-def unpacked(wheel: Path, to: Path) -> list[str]:
-    """Unpack a wheel as an installation has it, and return the names of its files."""
+def unpacked(wheel: Path, to: Path) -> None:
+    """Unpack a wheel as an installation has it."""
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(to)
-        return archive.namelist()

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import tarfile
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -47,17 +48,35 @@ def _script() -> str:
 
 
 @pytest.fixture(scope="module")
-def typed(tmp_path_factory):
+def installed(tmp_path_factory):
+    """The package as the wheel of its source archive has it."""
+    there = tmp_path_factory.mktemp("wheel")
+    with tarfile.open(built("build_sdist", copied(there / "tree"), there)) as archive:
+        archive.extractall(there / "source", filter="data")
+    (source,) = (there / "source").iterdir()
+    unpacked(built("build_wheel", source, there), there / "installed")
+    return there / "installed"
+
+
+def test_the_wheel_of_a_source_archive_has_all_of_it(installed):
+    def files(root: Path) -> set[str]:
+        return {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
+
+    tree, package = installed.parent / "tree", installed / "lmcache_cartridge"
+    assert files(package) == files(tree / "lmcache_cartridge") | {f"configs/{name}" for name in files(tree / "configs")}
+
+
+@pytest.fixture(scope="module")
+def typed(tmp_path_factory, installed):
     """Type everything, with the package as its wheel has it; return what came of each block."""
     directory, port = tmp_path_factory.mktemp("person"), free_port()
-    installed, there = tmp_path_factory.mktemp("installed"), tmp_path_factory.mktemp("wheel")
-    unpacked(built("build_wheel", copied(there / "tree"), there), installed)
     environment = os.environ | SMALL | {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "LMCACHE_CARTRIDGE_CACHE": str(directory / "cache"),
         "COLUMNS": "200", "PYTHONPATH": str(installed),
     }  # fmt: skip
-    _, where = _run('python -c "import lmcache_cartridge; print(lmcache_cartridge.__file__)"', directory, environment)
-    assert where.startswith(str(installed)), "not the wheel's"
+    configs = "from lmcache_cartridge.cli import serve; print(serve.config_directory())"
+    where = _run(f'python -c "{configs}"', directory, environment)[1].strip()
+    assert where == str(installed / "lmcache_cartridge" / "configs"), "not the wheel's"
     # The first answer waits for the canary, and on a busy machine that may take longer than it may.
     options = f"--port {port} --set ready_timeout_s=600"
     script = _script().replace("localhost:8000", f"localhost:{port}").replace("--port 8000", options)

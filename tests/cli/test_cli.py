@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import Cli
+from commands import Cli, understood
 from making import files_under, flip_bit, make_artifact
 
 from lmcache_cartridge.artifact.reading import MANIFEST, PAYLOAD, chunk_range, load_manifest
@@ -53,14 +52,10 @@ def test_a_command_explains_itself_in_a_sentence_and_an_example_that_is_understo
     assert re.fullmatch(r"[A-Z].{15,}\.", paragraphs[1]), paragraphs[1]
     text = " ".join(paragraphs)
     assert "--format <text|json> for people or programs" in text and "--home <path>" in text
-    example = paragraphs[-1].removeprefix("example: lmcache-cartridge ")
-    words = shlex.split(example)[len(name.split()) :]
-    assert example.startswith(name) and "lmcache-cartridge" not in example
+    example = paragraphs[-1].removeprefix("example: ")
+    assert example.startswith(f"lmcache-cartridge {name}") and example.count("lmcache-cartridge") == 1
     monkeypatch.chdir(tmp_path)
-    for word in words:
-        if Path(word).suffix in (".txt", ".jsonl"):
-            Path(word).touch()
-    _commands()[name].make_context(name, words)  # raises what the command line would be refused with
+    understood(example)
 
 
 def test_there_are_about_twenty_commands_with_at_most_120_options():
@@ -115,6 +110,11 @@ def test_a_cartridge_is_registered_labelled_listed_and_described(cli, tmp_path):
     for name in ("doc", "doc@1", "current"):
         described = cli.json("show", name)
         assert (described["digest"], described["location"]) == (digest, str(root))
+    added = cli.json("import", _make(tmp_path, version=2, seed=2), "--no-promote")
+    assert (added["name"], added["promoted"]) == ("doc@2", False)
+    assert [(row["version"], row["current"]) for row in cli.json("list")] == [(1, True), (2, False)]
+    assert cli.json("label", "doc", "doc@2") == {"label": "doc", "name": "doc@2"}
+    assert cli.json("show", "doc")["version"] == 2
 
 
 def test_what_is_made_again_unchanged_is_there_already_and_no_new_version(cli, tmp_path):
@@ -131,25 +131,6 @@ def test_what_is_made_again_unchanged_is_there_already_and_no_new_version(cli, t
     assert cli.json(*built)["name"] == "built@1" and cli.json("show", "built")["version"] == 1
     (cli.home / "cartridges" / "small" / "1" / PAYLOAD).write_bytes(b"cut")
     assert cli.json(*small)["name"] == "small@2", "what is broken is made again"
-
-
-def test_a_reader_that_has_seen_enough_ends_a_command_quietly(cli, tmp_path):
-    cli.json("import", _make(tmp_path))
-    command = [sys.executable, "-m", "lmcache_cartridge.cli.main", "show", "doc", "--home", cli.home]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as ran:
-        assert ran.stdout is not None and ran.stderr is not None
-        ran.stdout.close()
-        assert ran.stderr.read() == ""
-    assert ran.returncode == 1
-
-
-def test_an_id_stays_where_it_is_with_no_promote(cli, tmp_path):
-    cli.json("import", _make(tmp_path))
-    added = cli.json("import", _make(tmp_path, version=2, seed=2), "--no-promote")
-    assert (added["name"], added["promoted"]) == ("doc@2", False)
-    assert [(row["version"], row["current"]) for row in cli.json("list")] == [(1, True), (2, False)]
-    assert cli.json("label", "doc", "doc@2") == {"label": "doc", "name": "doc@2"}
-    assert cli.json("show", "doc")["version"] == 2
 
 
 def test_what_was_removed_keeps_its_version_also_in_a_home_that_is_a_symbolic_link(cli, tmp_path):
@@ -171,20 +152,18 @@ def test_what_was_removed_keeps_its_version_also_in_a_home_that_is_a_symbolic_li
 
 
 def test_verify_finds_what_is_damaged_and_tells_programs(cli, tmp_path):
-    sound, flipped, short, replaced, gone = (_make(tmp_path, name) for name in ("a", "b", "c", "d", "e"))
-    for root in (sound, flipped, short, replaced, gone):
+    sound, flipped, replaced, gone = (_make(tmp_path, name) for name in "abcd")
+    for root in (sound, flipped, replaced, gone):
         cli.json("import", root)
     flip_bit(flipped / PAYLOAD, chunk_range(load_manifest(flipped), 2, range(1, 2)).start)
-    os.truncate(short / PAYLOAD, 9000)
     shutil.rmtree(replaced)
-    _make(tmp_path, "d", seed=9).rename(replaced)
+    _make(tmp_path, "c", seed=9).rename(replaced)
     (gone / MANIFEST).unlink()
-    right, *wrong = cli.json("verify", *"abcde", status=1)
+    right, *wrong = cli.json("verify", *"abcd", status=1)
     assert right == {"name": "a@1", "sound": True, "problem": None}
-    damages = ("chunk 2, KV head 1", "has 9000 bytes", "was replaced", "is this the directory of a cartridge?")
-    assert [row["name"] for row in wrong if not row["sound"]] == ["b@1", "c@1", "d@1", "e@1"]
-    assert [said for said, row in zip(damages, wrong, strict=True) if said not in row["problem"]] == []
-    assert "was replaced" in _refused(cli, "show", "d")
+    damages = {"b@1": "chunk 2, KV head 1", "c@1": "was replaced", "d@1": "is this the directory of a cartridge?"}
+    assert [row["name"] for row in wrong if not row["sound"] and damages[row["name"]] in row["problem"]] == [*damages]
+    assert "was replaced" in _refused(cli, "show", "c")
 
 
 def test_a_quarantine_is_shown_and_lifted_by_verify_once_the_cartridge_is_sound(cli, tmp_path):

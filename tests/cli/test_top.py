@@ -7,9 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,12 +56,8 @@ def test_a_reading_sums_ranks_but_not_what_they_share(url):
     assert numbers["resident_bytes"]["cpu"] >= RANKS * 4 * CHUNK_BYTES
     assert numbers["served_cartridges"] == {"": 2}
     assert {row["id"]: row["state"] for row in cartridges} == {"a": "resident"}
-    assert [line.split()[0] for line in _drawn(url, numbers, cartridges)[-5:] if line] == [
-        "disk",
-        "source",
-        "cartridge",
-        "a@1",
-    ]
+    drawn = " ".join(line.split()[0] for line in _drawn(url, numbers, cartridges) if line)
+    assert drawn.endswith("disk source cartridge a@1")
 
 
 def test_what_is_drawn_fits_eighty_columns(url):
@@ -75,10 +68,9 @@ def test_what_is_drawn_fits_eighty_columns(url):
     numbers = {name: {key: value * 2**36 for key, value in of.items()} for name, of in numbers.items()}
     lines = _drawn("https://" + "very-long-host." * 9 + "example.org", numbers, rows)
     assert max(map(len, lines)) <= 80
-    assert "a-very-long-name-a-very-@1000000" in "".join(lines)
-    for line in lines:
-        if line.split()[:1] in (["tier"], ["cpu"], ["disk"], ["source"], ["[bold]x[/nope]@1"]):
-            assert "…" not in line, "a number that is cut is a wrong number"
+    tables = "\n".join(lines[lines.index("") :])
+    assert "a-very-long-name-a-very-@1000000" in tables and "[bold]x[/nope]@1" in tables
+    assert "…" not in tables, "a number that is cut is a wrong number"
 
 
 @pytest.mark.parametrize("status, body, said", [
@@ -92,10 +84,31 @@ def test_what_is_no_cartridge_server_is_said_in_one_line(capsys, status, body, s
     assert error.count("\n") == 1 and said in error and url in error
 
 
-@contextmanager
-def _running(url: str, *arguments: str, tty: bool) -> Iterator[tuple[subprocess.Popen, int]]:
-    """Run the command on a terminal of its own, or into a pipe; lend the process and what to read from."""
-    command = [sys.executable, "-m", "lmcache_cartridge.cli.main", "top", "--url", url, *arguments]
+def _read_until(reader: int, wanted: str) -> str:
+    text = ""
+    while wanted not in text:
+        part = os.read(reader, 4096).decode(errors="replace")
+        assert part, text
+        text += part
+    return text
+
+
+@pytest.mark.parametrize("form, shown", [("text", "hits"), ("json", "}\n")])
+def test_it_shows_at_once_and_ctrl_c_ends_it_cleanly(url, form, shown):
+    """Of a terminal of its own, or for programs in a pipe."""
+    tty = form == "text"
+    command = [
+        sys.executable,
+        "-m",
+        "lmcache_cartridge.cli.main",
+        "top",
+        "--url",
+        url,
+        "--interval",
+        "0.1",
+        "--format",
+        form,
+    ]
     environment = os.environ | {"TERM": "xterm", "COLUMNS": "80", "LINES": "24", "PYTHONPATH": str(ROOT)}
     environment.pop("PYTHONUNBUFFERED", None)  # as users have it
     reader, writer = os.openpty() if tty else os.pipe()
@@ -103,28 +116,11 @@ def _running(url: str, *arguments: str, tty: bool) -> Iterator[tuple[subprocess.
     heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     with subprocess.Popen(command, env=environment, stdout=writer, stderr=subprocess.PIPE, preexec_fn=heard) as process:
         os.close(writer)
-        try:
-            yield process, reader
-        finally:
-            process.kill()
-            os.close(reader)
-
-
-def _read_until(reader: int, wanted: str) -> str:
-    text, deadline = "", time.monotonic() + 30
-    while wanted not in text:
-        assert time.monotonic() < deadline
-        text += os.read(reader, 4096).decode(errors="replace")
-    return text
-
-
-@pytest.mark.parametrize("tty, form, shown", [(True, "text", "hits"), (False, "text", "hits"), (False, "json", "}\n")])
-def test_it_shows_at_once_and_ctrl_c_ends_it_cleanly(url, tty, form, shown):
-    with _running(url, "--interval", "0.1", "--format", form, tty=tty) as (process, reader):
         seen = _read_until(reader, shown)
         process.send_signal(signal.SIGINT)
         if tty:
             _read_until(reader, "\x1b[?1049l")
         assert (process.wait(60), process.stderr.read()) == (130, b"")
+        os.close(reader)
     assert ("\x1b[?1049h" in seen) == tty, "the terminal's other screen, which leaves what was there"
     assert ("\x1b" in seen) == tty, "no control characters in a pipe"

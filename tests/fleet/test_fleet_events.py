@@ -90,19 +90,11 @@ async def known(follower: Follower, most: int = 60) -> set[int]:
     return found
 
 
-async def test_what_was_told_before_and_what_is_told_now_is_known(engine, follower):
-    engine.tell([stored(1)], [stored(2), removed(1)])
-    assert await known(follower) == await known(follower) == {2}
-    engine.tell([AllBlocksCleared()], [stored(5)])
-    assert await known(follower) == {5}
-    assert (follower.known, follower.lost, follower.malformed) == (True, 0, 0)
-
-
 @pytest.mark.parametrize("more", [0, 1, 2, 6])
 async def test_a_server_that_was_restarted_holds_nothing_of_before(engine, follower, more):
     """Whether the new process has told nothing yet, or fewer batches than the one before it, as many, or more."""
-    engine.tell([stored(1)], [stored(2)])
-    assert await known(follower) == {1, 2}
+    engine.tell([stored(1)], [stored(2), removed(1)])
+    assert await known(follower) == await known(follower) == {2}
     engine.close()
     engine.start()
     engine.tell(*[[stored(10 + i)] for i in range(more)])

@@ -55,12 +55,6 @@ def test_envoy_sends_all_ways_of_naming_a_cartridge_to_one_server(three, tmp_pat
         assert min(shares) >= 4, f"one server has hardly any of {len(names)}: {shares}"
         plain = _chosen(http, [({"model": "m", "prompt": "x"}, {})] * 40)
         assert plain == {"": {"0", "1", "2"}}, "requests without a cartridge go anywhere"
-    with (
-        envoy(urls, tmp_path_factory.mktemp("control"), lb_policy="ROUND_ROBIN") as url,
-        httpx.Client(base_url=url, timeout=60) as http,
-    ):
-        spread = _chosen(http, [way for name in names[:10] for way in _ways(name)])
-        assert all(len(servers) > 1 for servers in spread.values()), "the control: without the hash they scatter"
 
 
 def test_a_hot_cartridge_spills_to_the_next_server_and_no_further_and_nothing_else_moves(tmp_path):
@@ -111,8 +105,6 @@ def test_vllm_router_sends_a_session_to_one_server(three, tmp_path_factory):
         assert chosen == _chosen(http, requests, "/v1/responses")
         assert set(chosen) == set(names) and {*map(len, chosen.values())} == {1}, chosen
         assert set.union(*chosen.values()) == {"0", "1", "2"}
-        scattered = _chosen(http, [(body, {}) for body, _ in requests])
-        assert any(len(servers) > 1 for servers in scattered.values()), "the control: without the session they scatter"
 
 
 @pytest.mark.parametrize("router, status", [(vllm_router, 425), (envoy, 425), (envoy, 503)])
