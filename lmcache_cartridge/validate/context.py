@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
@@ -60,9 +61,9 @@ class Context:
         self.held = list(held)
         self.noise = Noise()
         self._rounding: dict[tuple[str, tuple[int, ...]], float] = {}
-        self._dense: dict[tuple[int, ...], Reply] = {}
         self._telling: dict[str, list[tuple[int, ...]]] = {}
-        self._lock, self._model = threading.Lock(), threading.Lock()
+        self._computed = lru_cache(maxsize=None)(client.computed)
+        self._model = threading.Lock()
 
     def measure(self, progress: Progress = silent) -> None:
         """Measure the noise of dense answers, and which questions tell the documents apart.
@@ -71,7 +72,7 @@ class Context:
         """
         if not self.held:
             raise CartridgeError("there is no cartridge to ask about")
-        prompts = [[*one.ids, *question] for one in self.held for question in one.questions[:2]]
+        prompts = [(*one.ids, *question) for one in self.held for question in one.questions[:2]]
         first = [self._computed(prompt) for prompt in prompts]
         again = [self.client.computed(prompt) for prompt in prompts]
         with ThreadPoolExecutor(_AT_ONCE) as pool:
@@ -133,17 +134,7 @@ class Context:
 
     def dense(self, one: Held | None, question: Sequence[int]) -> Reply:
         """Return the answer to a question after a document that the server computes; computed once."""
-        return self._computed([*(one.ids if one else ()), *question])
-
-    def _computed(self, prompt: Sequence[int]) -> Reply:
-        key = tuple(prompt)
-        with self._lock:
-            known = self._dense.get(key)
-        if known is None:
-            known = self.client.computed(key)
-            with self._lock:
-                self._dense[key] = known
-        return known
+        return self._computed((*(one.ids if one else ()), *question))
 
     def ask(self, one: Held, question: Sequence[int], *, salt: str | None = "") -> Judged:
         """Ask behind a cartridge and judge the answer by the dense one."""
@@ -228,22 +219,19 @@ def existing(
 
     `known` returns the manifest of what has a digest, where that is here too. Raises `CartridgeError` for a name that is not served, or is no prefill cartridge.
     """
-    listed = client.send("GET", "/v1/cartridges").json()
-    rows = listed.get("data") or [] if isinstance(listed, dict) else []
-    rows = [row for row in rows if row["kind"] == "prefill" and row["state"] not in ("quarantined", "refused")]
-    by_name = {
-        name: row for row in rows for name in (f"{row['id']}@{row['version']}", row["id"] if row["current"] else "")
-    }
-    if missing := [name for name in names if name not in by_name]:
+    listed = client.send("GET", "/v1/cartridges").json().get("data") or []
+    rows = {
+        f"{row['id']}@{row['version']}": row for row in listed
+        if row["kind"] == "prefill" and row["state"] not in ("quarantined", "refused")
+    }  # fmt: skip
+    current = {row["id"]: name for name, row in rows.items() if row["current"]}
+    chosen = [current.get(name, name) for name in names]
+    if missing := [name for name in chosen if name not in rows]:
         raise CartridgeError(f"{', '.join(missing)}: no prefill cartridge of this name is served at {client.url}")
-    chosen = [by_name[name] for name in names] or sorted(
-        (row for row in rows if row["current"]), key=lambda row: (row["positions"], row["id"])
-    )[:3]
     found = []
-    for row in chosen:
-        name = f"{row['id']}@{row['version']}"
+    for name in chosen or sorted(current.values(), key=lambda name: (rows[name]["positions"], name))[:3]:
         ids, asked = client.cartridge_ids(name), texts.write(name, 0).questions
         behind = (f"\nQuestion: {text}\nAnswer:" for text in asked[:10])
         questions = (*parts(ids), *(tuple(client.tokenize(prompt=text, add_special_tokens=False)) for text in behind))
-        found.append(Held(name, tuple(ids), questions, asked, manifest=known(row["digest"])))
+        found.append(Held(name, tuple(ids), questions, asked, manifest=known(rows[name]["digest"])))
     return found
