@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter
@@ -14,13 +14,6 @@ if TYPE_CHECKING:
     from .pods import Pod
 
 PREFIX = "lmcache_cartridge_fleet_"
-_OF_PODS: dict[str, tuple[Any, str, Callable[[Pod], float]]] = {
-    "healthy": (GaugeMetricFamily, "Whether a server can be picked.", lambda pod: pod.problem is None),
-    "event_lost": (CounterMetricFamily, "Times that a server's events were gone for good.", 
-                   lambda pod: sum(one.lost for one in pod.followers.values())),
-    "event_malformed": (CounterMetricFamily, "A server's events that could not be read.",
-                        lambda pod: sum(one.malformed for one in pod.followers.values())),
-}  # fmt: skip
 
 
 class Metrics:
@@ -35,16 +28,23 @@ class Metrics:
         self.asked = Counter(PREFIX + "asked_tokens", "Tokens looked for in picks.", **of)
         self.hit = Counter(PREFIX + "hit_tokens", "Those of them that the picked server had.", **of)
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> list[Metric]:
         """Return all series of the servers."""
         blocks = GaugeMetricFamily(PREFIX + "index_blocks", "Blocks in the index.", labels=["pod", "tier"])
+        healthy = GaugeMetricFamily(PREFIX + "healthy", "Whether a server can be picked.", labels=["pod"])
+        lost, malformed = (
+            CounterMetricFamily(PREFIX + name, text, labels=["pod"])
+            for name, text in (
+                ("event_lost", "Times that a server's events were gone for good."),
+                ("event_malformed", "A server's events that could not be read."),
+            )
+        )
         held = self._index.blocks()
         for pod in self._pods:
+            followers, of = pod.followers.values(), [pod.name]
             for tier in TIERS:
-                blocks.add_metric([pod.name, tier], held.get((pod.number, tier), 0))
-        yield blocks
-        for name, (family, text, value) in _OF_PODS.items():
-            made = family(PREFIX + name, text, labels=["pod"])
-            for pod in self._pods:
-                made.add_metric([pod.name], value(pod))
-            yield made
+                blocks.add_metric([*of, tier], held.get((pod.number, tier), 0))
+            healthy.add_metric(of, pod.problem is None)
+            lost.add_metric(of, sum(follower.lost for follower in followers))
+            malformed.add_metric(of, sum(follower.malformed for follower in followers))
+        return [blocks, healthy, lost, malformed]
