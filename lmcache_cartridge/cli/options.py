@@ -44,9 +44,9 @@ def option(help: str, *names: str, **more: Any) -> Any:
     return Option(*names, help=help, **more)
 
 
-def file(help: str, *names: str) -> Any:
+def file(help: str) -> Any:
     """Return what Typer is told of an option that names a file, which must be there."""
-    return Option(*names, help=help, metavar="FILE", exists=True, dir_okay=False)
+    return Option(help=help, metavar="FILE", exists=True, dir_okay=False)
 
 
 def valid_id(id: str | None) -> str | None:

@@ -39,7 +39,6 @@ class _Shown(msgspec.Struct):
 
 
 _decode = msgspec.json.Decoder(tuple[_Shown]).decode
-_Asking = asyncio.Task[Tokens | NoTokens]
 
 
 class Renderer:
@@ -47,7 +46,7 @@ class Renderer:
 
     def __init__(self, session: aiohttp.ClientSession) -> None:
         self._session = session
-        self._kept: OrderedDict[bytes, tuple[float, _Asking]] = OrderedDict()
+        self._kept: OrderedDict[bytes, tuple[float, asyncio.Task[Tokens]]] = OrderedDict()
 
     async def of_names(self, fields: Mapping[str, Any], headers: Mapping[str, str], pods: Sequence[Pod]) -> Tokens:
         """Return the tokens of a request's cartridges, without its prompt's. One question is asked for all who wait.
@@ -62,16 +61,17 @@ class Renderer:
             asking = asyncio.create_task(self._ask(naming | {"prompt": [_PROBE], "max_tokens": 1}, headers, pods))
             self._kept[key] = time.monotonic() + TTL_S, asking
         self._kept.move_to_end(key)
-        found = await asyncio.shield(asking)
-        if isinstance(found, NoTokens):
+        try:
+            found = await asyncio.shield(asking)
+        except NoTokens:
             self._kept.pop(key, None)  # it may be made by the next request
-            raise NoTokens(str(found))
+            raise
         while sum(_size(each) for _, each in self._kept.values()) > _MAX_KEPT_TOKENS:
             self._kept.popitem(last=False)
         return found
 
-    async def _ask(self, body: dict[str, Any], headers: dict[str, str], pods: Sequence[Pod]) -> Tokens | NoTokens:
-        """Return what the first server that answers says, without the prompt's own token."""
+    async def _ask(self, body: dict[str, Any], headers: dict[str, str], pods: Sequence[Pod]) -> Tokens:
+        """Return what the first server that answers says, without the prompt's own token. Raises `NoTokens`."""
         for pod in random.sample(pods, len(pods)):
             try:
                 url = f"{pod.url}/v1/completions/render"
@@ -83,10 +83,10 @@ class Renderer:
             except (*UNREACHABLE, msgspec.DecodeError, ValueError):
                 continue
             if 400 <= status < 500 and status not in _LATER:
-                return NoTokens(f"{pod.name} answers {status}: {told[:300].decode(errors='replace')}")
-        return NoTokens("no server answers what a request's tokens are")
+                raise NoTokens(f"{pod.name} answers {status}: {told[:300].decode(errors='replace')}")
+        raise NoTokens("no server answers what a request's tokens are")
 
 
-def _size(asking: _Asking) -> int:
-    found = asking.result() if asking.done() and asking.exception() is None else None
-    return _ENTRY_TOKENS + (len(found.ids) if isinstance(found, Tokens) else 0)
+def _size(asking: asyncio.Task[Tokens]) -> int:
+    is_there = asking.done() and asking.exception() is None
+    return _ENTRY_TOKENS + (len(asking.result().ids) if is_there else 0)
