@@ -34,9 +34,10 @@ IDS = st.from_regex(r"\A[A-Za-z0-9_][A-Za-z0-9._-]{0,11}\Z") | st.sampled_from([
 VERSIONS = st.sampled_from(["", "@1", "@2", "@17"])
 
 
-def test_an_alias_several_headers_a_label_and_a_session_have_the_key_of_what_they_name():
+def test_an_alias_several_headers_a_label_a_connectors_field_and_a_session_have_the_key_of_what_they_name():
     assert affinity_key({"model": "bot"}, naming=Naming(models=MODELS, model_aliases={"bot": ["a@2", "b"]})) == "a,b"
     assert affinity_key({"bot": "both"}, naming=Naming(router="label", label_field="bot")) == "both"
+    assert affinity_key({"kv_transfer_params": {"cartridge_id": ["a@1", {"id": "b"}]}}) == "a,b"
     assert affinity_key({}, ["a@1", "b"]) == affinity_key(None, "a ,\t, b@7,") == "a,b"
     assert session_headers("a@2", "b") == {"x-session-id": "a,b", "X-Cartridges": "a@2, b"}
 
@@ -61,7 +62,7 @@ _HEADERS = st.lists(st.text(st.sampled_from("ab@1, \tz:/"), max_size=12) | IDS, 
 
 
 @given(_BODIES, _HEADERS, st.sampled_from(["explicit", "label", "composite", "static"]))
-@examples(max_examples=100, deadline=None, derandomize=True, database=None)
+@examples(max_examples=150, deadline=None, derandomize=True, database=None)
 def test_the_key_is_of_the_cartridges_that_a_server_would_take(body, header, router):
     settings = Settings(home=Path("/nowhere"), router=router, **SETTINGS)
     named = {name: getattr(settings, name) for name in ("router", "label_field", "static", "composites")}
