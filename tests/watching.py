@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +20,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from lmcache_cartridge.serve.admin import add_routes
 from lmcache_cartridge.serve.drain import Drain
-from lmcache_cartridge.serve.launch import free_port
 from lmcache_cartridge.serve.metrics import PREFIX, RequestMetrics, StatusCollector
 from lmcache_cartridge.serve.resolve import Resolver
 from lmcache_cartridge.settings import Settings
@@ -133,17 +133,15 @@ def serving(watched: Watched, key: str | None = None) -> Iterator[str]:
 @contextmanager
 def listening(app: Any) -> Iterator[str]:
     """Run an ASGI app on a free port; lend its URL."""
-    config = uvicorn.Config(
-        app, port=(port := free_port()), log_level="critical", lifespan="off", timeout_keep_alive=3600
-    )
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run)
+    config = uvicorn.Config(app, log_level="critical", lifespan="off", timeout_keep_alive=3600)
+    server, bound = uvicorn.Server(config), socket.create_server(("127.0.0.1", 0))
+    thread = threading.Thread(target=server.run, args=([bound],))
     thread.start()
     try:
         while not server.started:
             assert thread.is_alive(), "the server did not start"
             thread.join(0.01)
-        yield f"http://127.0.0.1:{port}"
+        yield f"http://127.0.0.1:{bound.getsockname()[1]}"
     finally:
         server.should_exit = server.force_exit = True
         thread.join()
