@@ -9,25 +9,22 @@ in turn. A server whose environment changes what is imported is started as users
 from __future__ import annotations
 
 import atexit
-import fcntl
 import gc
 import importlib
 import json
 import multiprocessing
 import os
 import runpy
-import selectors
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any, NoReturn
@@ -56,7 +53,7 @@ PRELOADED_LAST = (
     "model_hosting_container_standards.sagemaker",
     "ray.dag",
 )
-SCRIPTS = [Path(__file__).with_name(name) for name in ("ask_offline.py", "replayed_offline.py")]
+SCRIPTS = [Path(__file__).with_name("ask_offline.py")]
 """Programs that make an engine by themselves."""
 _READ_LATE = (
     "AITER_", "AWS_", "LD_LIBRARY_PATH", "LMCACHE_", "MKL_NUM_THREADS", "OMP_NUM_THREADS", "PYTEST_", "PYTHONPATH",
@@ -65,10 +62,6 @@ _READ_LATE = (
 )  # fmt: skip
 """How variables begin that nothing reads while it is imported; the path of modules is set in what is forked. Some are set by what
 tests import (`cv2`, vLLM's benchmarks)."""
-
-
-BY_COMMAND = {"VLLM_LOGGING_COLOR": "0"}
-"""For a server's environment, where the start by command itself is looked at: none with it is forked."""
 
 
 class Forked:
@@ -96,9 +89,7 @@ class Forked:
 
 
 class Parent:
-    """The process that servers are forked from, started for the first of them, whose `environment` is theirs. The workers of one
-    run of pytest share it.
-    """
+    """The process that servers are forked from, started for the first of them, whose `environment` is theirs."""
 
     def __init__(self, environment: dict[str, str]) -> None:
         self._lock = threading.Lock()
@@ -125,41 +116,16 @@ class Parent:
     def _ask(self, question: dict[str, Any]) -> Any:
         with self._lock:
             if self._file is None:
-                with self._connected() as connection:
-                    self._file = connection.makefile("rw")
-                atexit.register(self._file.close)  # which ends what was forked for this process and still runs
+                ours, theirs = socket.socketpair()
+                with ours, theirs:
+                    theirs.set_inheritable(True)
+                    words = [sys.executable, __file__, str(theirs.fileno())]
+                    os.posix_spawn(sys.executable, words, self._environment)
+                    self._file = ours.makefile("rw")
+                atexit.register(self._file.close)  # which ends what was forked and still runs
             self._file.write(json.dumps(question) + "\n")
             self._file.flush()
             return json.loads(self._file.readline())
-
-    def _connected(self) -> socket.socket:
-        """Connect to the parent, which is started where there is none."""
-        run = os.environ.get("PYTEST_XDIST_TESTRUNUID") or str(os.getpid())
-        place, found = Path(tempfile.gettempdir()) / f"forking-{run}", socket.socket(socket.AF_UNIX)
-        with _alone(place.parent):
-            try:
-                found.connect(str(place))
-            except (FileNotFoundError, ConnectionRefusedError):
-                place.unlink(missing_ok=True)
-                with socket.socket(socket.AF_UNIX) as listening:
-                    listening.bind(str(place))
-                    listening.listen()
-                    listening.set_inheritable(True)
-                    words = [sys.executable, __file__, str(listening.fileno())]
-                    os.posix_spawn(sys.executable, words, self._environment)
-                found.connect(str(place))
-        return found
-
-
-@contextmanager
-def _alone(directory: Path) -> Iterator[None]:
-    """Keep other processes from connecting to a parent, or ending one."""
-    lock = os.open(directory, os.O_RDONLY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(lock)
 
 
 def substitute(popen: Callable[..., Any]) -> Any:
@@ -181,8 +147,7 @@ def _read(condition: Any) -> None:
 
 
 def main() -> None:
-    """Fork a server for each line of a connection that has a command; at the connection's end kill those that still run."""
-    listening = socket.socket(fileno=int(sys.argv[1]))
+    """Fork a server for each line of a connection that has a command; at its end kill those that still run."""
     os.dup2(2, 1)
     for name in PRELOADED:
         importlib.import_module(name)
@@ -199,59 +164,35 @@ def main() -> None:
     # No child looks for garbage in what is imported here.
     gc.collect()
     gc.freeze()
-    place, ready = Path(listening.getsockname()), selectors.DefaultSelector()
-    ready.register(listening, selectors.EVENT_READ)
-    while place.exists():
-        for key, _ in ready.select():
-            if key.fileobj is listening:
-                found = listening.accept()[0]
-                ready.register(found, selectors.EVENT_READ, (found.makefile("rw"), set()))
-            elif not _answer(ready, *key.data):
-                ready.unregister(key.fileobj)
-                for each in (key.fileobj, key.data[0]):
-                    each.close()
-        if len(ready.get_map()) == 1:
-            with _alone(place.parent):
-                if not ready.select(0):
-                    place.unlink()
+    running: set[int] = set()
+    connection = open(int(sys.argv[1]), "r+b", 0)  # noqa: PTH123, SIM115
+    with suppress(ConnectionError):  # whoever asked was ended
+        while question := json.loads(connection.readline() or "null"):
+            if "poll" in question:
+                told = _status(question["poll"])
+                running -= {question["poll"]} if told is not None else set()
+            elif told := os.fork():
+                running.add(told)
+            else:
+                connection.close()
+                _become(question)
+            connection.write(json.dumps(told).encode() + b"\n")
+    for pid in running:
+        for kill in (os.kill, os.killpg):  # what was forked just now leads no group yet
+            with suppress(ProcessLookupError):
+                kill(pid, signal.SIGKILL)
 
 
-def _answer(ready: selectors.BaseSelector, file: Any, running: set[int]) -> bool:
-    """Do what the next line of a connection asks for; False where there is none any more."""
-    try:
-        line = file.readline()
-    except ConnectionResetError:
-        line = ""
-    question = json.loads(line or "null")
-    if question is None:
-        for pid in running:
-            for kill in (os.kill, os.killpg):  # what was forked just now leads no group yet
-                with suppress(ProcessLookupError):
-                    kill(pid, signal.SIGKILL)
-    elif "poll" in question:
-        status = _status(question["poll"])
-        running -= {question["poll"]} if status is not None else set()
-        _tell(file, status)
-    elif pid := os.fork():
-        running.add(pid)
-        _tell(file, pid)
-    else:
-        for key in [*ready.get_map().values()]:
-            os.close(key.fd)
-        os.setsid()
-        log = os.open(question["log"], os.O_WRONLY | os.O_APPEND)
-        for old, new in ((os.open(os.devnull, os.O_RDONLY), 0), (log, 1), (log, 2)):
-            os.dup2(old, new)
-        os.chdir(question["place"])
-        os.environ.clear()
-        os.environ.update(question["environment"])
-        _run(question["command"])
-    return question is not None
-
-
-def _tell(file: Any, what: Any) -> None:
-    with suppress(BrokenPipeError):  # who asked was ended meanwhile: what was forked ends with the connection
-        print(json.dumps(what), file=file, flush=True)
+def _become(question: dict[str, Any]) -> NoReturn:
+    """Be the server that a question asks for."""
+    os.setsid()
+    log = os.open(question["log"], os.O_WRONLY | os.O_APPEND)
+    for old, new in ((os.open(os.devnull, os.O_RDONLY), 0), (log, 1), (log, 2)):
+        os.dup2(old, new)
+    os.chdir(question["place"])
+    os.environ.clear()
+    os.environ.update(question["environment"])
+    _run(question["command"])
 
 
 def _compile() -> None:
