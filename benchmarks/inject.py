@@ -2,9 +2,8 @@
 
     python benchmarks/inject.py [--full]
 
-The paths are those that serve: `EngineWriteConnector.batched_to_gpu` brings resident chunks into the paged KV caches of real
-vLLM CPU attention layers. Chunks of whole blocks, packed for the instruction set when they were loaded, are copied; others
-are written by the backend's own op, which packs them each time. memcpy copies the same bytes once, out of the same memory, with torch and as many threads. Both read memory that no cache
+`EngineWriteConnector.batched_to_gpu` brings resident chunks into the paged KV caches of real vLLM CPU attention layers, as it serves:
+chunks of whole blocks, packed for the instruction set when they were loaded, are copied. memcpy copies the same bytes once, out of the same memory, with torch and as many threads. Both read memory that no cache
 holds. LMCache's own kernels write wrong KV into these blocks (LMCache#4463), so there is no rate of theirs to set beside.
 """
 
@@ -24,14 +23,12 @@ from sizes import SHAPES, TINY, Shape
 CHUNK = 256
 BLOCK = 128
 """vLLM's own default on CPU."""
-COPY, OP = "whole blocks", "engine write op"
 
 
 class Target(NamedTuple):
     """An engine's blocks and the resident chunks to write there."""
 
-    connectors: dict[str, Any]
-    """By the path that they take."""
+    connector: Any
     resident: Any
     """Flat uint8 tensor of all chunks, as a slab."""
     objects: list[Any]
@@ -56,16 +53,15 @@ def target(shape: Shape, chunks: int) -> Iterator[Target]:
         tokens = chunks * CHUNK
         config = vllm_config(Path(scratch), max_model_len=max(2048, tokens), dtype="bfloat16", block_size=BLOCK)
         blocks = Blocks(config, tokens // BLOCK)
-    connectors = {path: blocks.connector(CHUNK) for path in (COPY, OP)}
-    connectors[OP].layout = "heads"  # as if this instruction set were not known; what noise means does not matter
-    if connectors[COPY].layout == "heads":
-        del connectors[COPY]
+    connector = blocks.connector(CHUNK)
+    if connector.layout == "heads":
+        raise RuntimeError("this machine's blocks are written by vLLM's own op")
     size_bytes = blocks.shape(CHUNK).size_bytes
     resident = torch.empty(chunks * size_bytes, dtype=torch.uint8)
     resident.view(torch.bfloat16).normal_()
     objects = list(map(memory_object, resident.split(size_bytes)))
     with torch.inference_mode():
-        yield Target(connectors, resident, objects, blocks.whole(tokens), torch.zeros_like(resident))
+        yield Target(connector, resident, objects, blocks.whole(tokens), torch.zeros_like(resident))
 
 
 def measure(shape: Shape, threads: Sequence[int], payload: int, repeat: int) -> list[report.Figure]:
@@ -80,14 +76,13 @@ def measure(shape: Shape, threads: Sequence[int], payload: int, repeat: int) -> 
         for count in threads:
             torch.set_num_threads(count)
             contenders: dict[str, Callable[[], float]] = {
-                path: lambda connector=connector: report.timed(
-                    lambda: connector.batched_to_gpu(
+                "whole blocks": lambda: report.timed(
+                    lambda: at.connector.batched_to_gpu(
                         at.objects, starts, ends, slot_mapping=at.slots, vllm_cached_tokens=0
                     )
-                )
-                for path, connector in at.connectors.items()
+                ),
+                "memcpy": lambda: report.timed(lambda: at.copy.copy_(at.resident)),
             }
-            contenders["memcpy"] = lambda: report.timed(lambda: at.copy.copy_(at.resident))
             for path, seconds in report.in_turns(contenders, repeat).items():
                 rates = [at.size_bytes / s for s in seconds]
                 rows.append(report.Figure.of(rates, "rate", "bytes/s", model=shape.name, threads=count, path=path))

@@ -132,16 +132,6 @@ class Result(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         except FileNotFoundError:
             return False
 
-    def about(self) -> str:
-        """Return in a line what it was measured on and when."""
-        packages = ", ".join(f"{name} {version}" for name, version in self.versions.items() if name != "python")
-        memory = f", {self.memory_bytes / 2**30:.0f} GiB" if self.memory_bytes else ""
-        note = f"; {self.note}" if self.note else ""
-        return (
-            f"{self.when[:10]}, {self.cores} cores of {self.machine}{memory}, others used {self.load.others:.1f} cores; "
-            f"{packages}; commit {self.commit[:9]}{'+' * self.commit.endswith('+')}{note}"
-        )
-
 
 def read(path: Path) -> Result:
     """Return the result in a file.
@@ -238,7 +228,6 @@ class Benchmark:
         options.out.mkdir(parents=True, exist_ok=True)
         path = options.out / f"{options.name}.json"
         path.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
-        print(f"{self.name}: {result.about()}\n")
         print(table([_row(figure) for figure in figures]), f"\n\nwritten: {path}")
         return path
 

@@ -6,8 +6,7 @@ What is timed is what LMCache does with a backend in one retrieval: `batched_con
 then a release and an unpin for each chunk. Tiers and their rivals, on the same chunks:
 
   cpu    resident in our cpu tier           LMCache LocalCPU; copying the same bytes once (memcpy)
-  disk   in a directory, verified           LMCache LocalDisk, LMCache's file system connector (neither verifies); `preadv`
-                                            and `aiofiles` into reused memory, and `preadv` with checksums
+  disk   in a directory, verified           LMCache LocalDisk, which does not verify; `preadv` and `aiofiles` into reused memory
 
 Cold means that the files' pages were dropped from the page cache (fsync, then POSIX_FADV_DONTNEED; mincore proves it)
 and, for ours, that the chunks were evicted from memory. Cached means that the page cache has the files, which
@@ -26,7 +25,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -35,7 +34,6 @@ from typing import Any, NamedTuple
 import aiofiles
 import numpy as np
 import report
-from blake3 import blake3
 from sizes import SHAPES, TINY, Shape
 from waiting import until
 
@@ -77,7 +75,8 @@ class Scene(NamedTuple):
     digest: str
     payload: Path
     manifest: Manifest
-    rivals: dict[str, Any]
+    local_cpu: Any
+    local_disk: Any
     rival_files: Path
     keys: list[Any]
 
@@ -131,65 +130,54 @@ def scene(case: Case, scratch: Path) -> Iterator[Scene]:
         keys = [
             key for _, _, key in engine.token_database.process_tokens(tokens=load_token_ids(manifest, root).tolist())
         ]
-        with own_backends(settings, case, metadata, rival_files, keys) as rivals:
-            yield Scene(
-                case, plugin(engine), manifest.digest, root / manifest.payload.file, manifest, rivals, rival_files,
-                keys,
-            )  # fmt: skip
+        with own_backends(settings, case, metadata, rival_files, keys) as (cpu, disk):
+            payload = root / manifest.payload.file
+            yield Scene(case, plugin(engine), manifest.digest, payload, manifest, cpu, disk, rival_files, keys)
         plugin(engine).close()
 
 
 @contextlib.contextmanager
-def own_backends(settings: Settings, case: Case, metadata: Any, files: Path, keys: list[Any]) -> Iterator[dict]:
-    """Build LMCache's LocalCPU, LocalDisk and file system backends, holding a chunk under each key."""
+def own_backends(
+    settings: Settings, case: Case, metadata: Any, files: Path, keys: list[Any]
+) -> Iterator[tuple[Any, Any]]:
+    """Build LMCache's LocalCPU and LocalDisk backends, holding a chunk under each key."""
     import torch
     from blocks import quietly
     from inprocess import lmcache_config
     from lmcache.v1.memory_management import MemoryFormat
     from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
     from lmcache.v1.storage_backend.local_disk_backend import LocalDiskBackend
-    from lmcache.v1.storage_backend.remote_backend import RemoteBackend
 
-    for name in ("disk", "fs"):
-        (files / name).mkdir(parents=True)
+    files.mkdir()
     pool_gb = (2 * case.size_bytes + (64 << 20)) / 2**30
-
-    def configured(place: str, **extra: bool) -> Any:
-        return lmcache_config(
-            settings, case.chunk_tokens, local_cpu=True, max_local_cpu_size=pool_gb, local_disk=f"{files}/disk/",
-            max_local_disk_size=4 * pool_gb, remote_storage_plugins=["fs"],
-            extra={"remote_storage_plugin.fs.base_path": str(files / place), "disk_io_threads": THREADS} | extra,
-        )  # fmt: skip
-
-    config = configured("fs")
-    loop, files_pool = asyncio.new_event_loop(), ThreadPoolExecutor(THREADS)
-    loop.set_default_executor(files_pool)
+    config = lmcache_config(
+        settings, case.chunk_tokens, local_cpu=True, max_local_cpu_size=pool_gb, local_disk=f"{files}/",
+        max_local_disk_size=4 * pool_gb, extra={"disk_io_threads": THREADS},
+    )  # fmt: skip
+    loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     with quietly():
         cpu = LocalCPUBackend(config, metadata, "cpu")
         disk = LocalDiskBackend(config, loop, cpu, "cpu", None, metadata)
-        fs = RemoteBackend(config, metadata, loop, cpu, "cpu", plugin_name="fs")
     data = torch.frombuffer(bytearray(finite_bytes(case.chunk_bytes)), dtype=torch.uint8)
     shape = torch.Size([2, case.shape.layers, case.chunk_tokens, case.shape.kv_heads * case.shape.head_size])
     for key in keys:
         chunk = cpu.allocate(shape, torch.bfloat16, MemoryFormat.KV_2LTD)
         chunk.raw_data[: case.chunk_bytes].copy_(data)
-        for backend in (cpu, disk, fs):
+        for backend in (cpu, disk):
             backend.batched_submit_put_task([key], [chunk])
         chunk.ref_count_down()
-    for backend in (disk, fs):
-        until(lambda backend=backend: backend.batched_contains(keys) == len(keys), timeout_s=300)
-        until(lambda backend=backend: not any(map(backend.exists_in_put_tasks, keys)), timeout_s=300)
+    until(lambda: disk.batched_contains(keys) == len(keys), timeout_s=300)
+    until(lambda: not any(map(disk.exists_in_put_tasks, keys)), timeout_s=300)
     try:
-        yield {"LMCache LocalCPU": cpu, "LMCache LocalDisk": disk, "LMCache FS": fs}
+        yield cpu, disk
     finally:
-        for backend in (fs, disk, cpu):
+        for backend in (disk, cpu):
             with contextlib.suppress(Exception):
                 backend.close()
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
-        files_pool.shutdown()
         loop.close()
 
 
@@ -203,36 +191,6 @@ def retrieve(backend: Any, keys: Sequence[Any]) -> None:
         chunk.ref_count_down()
     for key in keys:
         backend.unpin(key)
-
-
-def runs(items: Sequence[Any], count: int) -> list[Sequence[Any]]:
-    """Cut into up to `count` runs of nearly equal length."""
-    count = min(count, len(items))
-    cuts = [len(items) * i // count for i in range(count + 1)]
-    return [items[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
-
-
-def at_once(work: Callable[[Any], None], parts: Sequence[Any]) -> float:
-    """Return the seconds that a thread for each part takes, all started together."""
-    if len(parts) == 1:
-        return report.timed(lambda: work(parts[0]))
-    start, errors = threading.Barrier(len(parts) + 1), []
-
-    def run(part: Any) -> None:
-        start.wait()
-        try:
-            work(part)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(part,)) for part in parts]
-    for thread in threads:
-        thread.start()
-    start.wait()
-    took = report.timed(lambda: [thread.join() for thread in threads])
-    if errors:
-        raise errors[0]
-    return took
 
 
 def drop(files: Sequence[Path]) -> None:
@@ -266,11 +224,8 @@ def cached_share(path: Path) -> float:
 
 def warm(files: Sequence[Path]) -> None:
     """Bring files into the page cache."""
-    buffer = bytearray(8 << 20)
     for path in files:
-        with path.open("rb", buffering=0) as file:
-            while file.readinto(buffer):
-                pass
+        path.read_bytes()
 
 
 class Limit:
@@ -279,11 +234,10 @@ class Limit:
     def __init__(self, scene: Scene) -> None:
         self._start, self._path, self._case = scene.manifest.payload.data_offset_bytes, scene.payload, scene.case
         self._buffer = written(scene.case.size_bytes)
-        self._head_bytes = scene.manifest.head_bytes(0)
         self._pool = ThreadPoolExecutor(THREADS)
 
-    def preadv(self, *, verified: bool = False) -> None:
-        """Read by `preadv`, and take each head's checksum where it is to be `verified`."""
+    def preadv(self) -> None:
+        """Read by `preadv`."""
 
         def read(chunk: int) -> None:
             place, at = self._place(chunk)
@@ -294,8 +248,6 @@ class Limit:
                     done += os.preadv(descriptor, [place[done:]], at + done)
             finally:
                 os.close(descriptor)
-            for head in range(0, len(place) if verified else 0, self._head_bytes):
-                blake3(place[head : head + self._head_bytes]).digest()
 
         list(self._pool.map(read, range(self._case.chunks)))
 
@@ -339,26 +291,26 @@ def measure_cpu(at: Scene, repeat: int) -> list[report.Figure]:
     source, target = np.ones(at.case.size_bytes, np.uint8), np.empty(at.case.size_bytes, np.uint8)
     retrieve(at.plugin, at.keys)
     for c in CONCURRENCY:
-        parts = runs(at.keys, c)
+        parts = [at.keys[len(at.keys) * i // c : len(at.keys) * (i + 1) // c] for i in range(min(c, len(at.keys)))]
+        with ThreadPoolExecutor(c) as pool:
 
-        def loops(backend: Any, parts: Any = parts) -> float:
-            def work(keys: Any) -> None:
-                for _ in range(CPU_LOOPS):
-                    retrieve(backend, keys)
+            def loops(backend: Any, pool: Any = pool, parts: Any = parts) -> float:
+                def work(keys: Any) -> None:
+                    for _ in range(CPU_LOOPS):
+                        retrieve(backend, keys)
 
-            took = at_once(work, parts) / CPU_LOOPS
-            if hasattr(backend, "keys_in_request"):
-                backend.touch_cache()
-            return took
+                took = report.timed(lambda: list(pool.map(work, parts))) / CPU_LOOPS
+                if backend is at.local_cpu:
+                    backend.touch_cache()
+                return took
 
-        samples = report.in_turns(
-            {
-                "cartridge": lambda loops=loops: loops(at.plugin),
-                "LMCache LocalCPU": lambda loops=loops: loops(at.rivals["LMCache LocalCPU"]),
-                "memcpy of the bytes": lambda: report.timed(lambda: np.copyto(target, source)),
-            },
-            repeat,
-        )
+            samples = report.in_turns(
+                {
+                    "cartridge": partial(loops, at.plugin), "LMCache LocalCPU": partial(loops, at.local_cpu),
+                    "memcpy of the bytes": lambda: report.timed(lambda: np.copyto(target, source)),
+                },
+                repeat,
+            )  # fmt: skip
         rows += make_figures(at.case, "cpu", c, samples)
     return rows
 
@@ -366,20 +318,16 @@ def measure_cpu(at: Scene, repeat: int) -> list[report.Figure]:
 def measure_disk(at: Scene, repeat: int, cold: bool) -> list[report.Figure]:
     """Return the figures of each contender with the chunks in files, in the page cache or not."""
     limit = Limit(at)
-    files = {
-        "cartridge": [at.payload],
-        "LMCache LocalDisk": sorted((at.rival_files / "disk").rglob("*.pt")),
-        "LMCache FS": sorted((at.rival_files / "fs").rglob("*.data")),
-    }
-    assert all(files.values()), "no files of some backend"
-    backends = {"cartridge": at.plugin} | {name: at.rivals[name] for name in list(files)[1:]}
-    reads = {name: partial(retrieve, backend, at.keys) for name, backend in backends.items()} | {
-        "preadv": limit.preadv, "preadv, verified": partial(limit.preadv, verified=True), "aiofiles": limit.aiofiles,
+    rivals = sorted(at.rival_files.rglob("*.pt"))
+    assert rivals, "no files of LMCache's"
+    reads = {
+        "cartridge": partial(retrieve, at.plugin, at.keys), "LMCache LocalDisk": partial(retrieve, at.local_disk, at.keys),
+        "preadv": limit.preadv, "aiofiles": limit.aiofiles,
     }  # fmt: skip
 
     def sample(name: str) -> float:
         at.plugin.store.evict(at.digest)
-        (drop if cold else warm)(files.get(name, files["cartridge"]))
+        (drop if cold else warm)(rivals if name == "LMCache LocalDisk" else [at.payload])
         return report.timed(reads[name])
 
     samples = report.in_turns({name: partial(sample, name) for name in reads}, repeat)

@@ -13,14 +13,13 @@ that of the first time. Reload is `store.refresh()` after one of the cartridges 
 from __future__ import annotations
 
 import gc
-import json
+import multiprocessing
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -143,11 +142,11 @@ def measure(home: Path, count: int) -> dict[str, list[float]]:
 def in_own_process(count: int, scratch: Path) -> dict[str, list[float]]:
     """Return what `prepare` and `measure` do, each in a fresh process."""
     found: dict[str, list[float]] = {}
-    for step in ("prepare", "measure"):
-        command = [sys.executable, __file__, f"--{step}", str(count), str(scratch / str(count))]
-        done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
-        found |= json.loads(done.stdout.splitlines()[-1])
-    shutil.rmtree(scratch / str(count))
+    (home := scratch / str(count)).mkdir()
+    for step in (prepare, measure):
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            found |= pool.submit(step, home, count).result()
+    shutil.rmtree(home)
     return found
 
 
@@ -169,9 +168,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] in (["--prepare"], ["--measure"]):
-        step, number, where = sys.argv[1:]
-        Path(where).mkdir(parents=True, exist_ok=True)
-        print(json.dumps({"--prepare": prepare, "--measure": measure}[step](Path(where), int(number))))
-    else:
-        main()
+    main()

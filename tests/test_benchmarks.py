@@ -22,10 +22,9 @@ def on_path():
 @pytest.mark.parametrize("name", ["corpus", "replacement", "scale", "inject", "retrieval", "fleet", "chaos"])
 def test_the_smallest_form_writes_a_result(name, tmp_path, capsys):
     importlib.import_module(name).main(["--smoke", "--out", str(tmp_path), "--note", "a test"])
-    printed = capsys.readouterr().out
     result = report.read(tmp_path / f"{name}.json")
     assert result.benchmark == name and result.form == "smoke" and result.note == "a test"
-    assert result.is_of_todays_code() and result.about() in printed
+    assert result.is_of_todays_code() and result.figures[0].what in capsys.readouterr().out
 
 
 def test_short_cartridges_are_measured_by_questions_of_their_own(tmp_path):
