@@ -8,14 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 import torch
-from making import make_artifact
 from safetensors import safe_open
 from wards import MODEL, Answer, Asker
 
-from lmcache_cartridge.artifact.identity import Identity
-from lmcache_cartridge.artifact.manifest import Manifest
 from lmcache_cartridge.cli.recall import SHEETS_DIR
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make.model import CausalModel
@@ -76,23 +72,10 @@ def serving(
         yield asker
 
 
-def build_sheet(
-    settings: Settings, model: CausalModel, sheet: str, name: str | None = None, *, encoding: str = "plain"
-) -> tuple[Manifest, torch.Tensor]:
-    """Build a shipped sheet as a cartridge and register it; return its manifest and KV, as it is read from a plain one."""
+def build_sheet(settings: Settings, model: CausalModel, sheet: str, name: str | None = None) -> None:
+    """Build a shipped sheet as a cartridge and register it."""
     root = settings.cartridges_dir / (name or sheet)
-    made = build(model, SHEETS_DIR / f"{sheet}.txt", root, cartridge_id=name or sheet, version=1, encoding=encoding)
-    Registry(settings.registry_path).register(root)
-    return made, stored_kv(root) if encoding == "plain" else torch.empty(0)
-
-
-def register_trained(settings: Settings, name: str, kv: torch.Tensor, like: Manifest) -> None:
-    """Register KV as a trained cartridge under identity tokens."""
-    root, positions = settings.cartridges_dir / name, kv.shape[2]
-    make_artifact(
-        root, positions=positions, cartridge_id=name, kind="trained", fingerprint=like.fingerprint, kv=kv,
-        token_ids=Identity(positions, np.arange(10, 640)), chunk_tokens=like.payload.chunk_tokens,
-    )  # fmt: skip
+    build(model, SHEETS_DIR / f"{sheet}.txt", root, cartridge_id=name or sheet, version=1)
     Registry(settings.registry_path).register(root)
 
 
@@ -114,10 +97,10 @@ def question_ids(model: CausalModel, text: str) -> list[int]:
     return model.encode(" " + text, special=False)
 
 
-def stale_installation(directory: Path, entry: str | None) -> Path:
-    """Return a directory that, first in the path, makes this package one whose endpoint plugin is `entry`, or none."""
+def stale_installation(directory: Path, entry: str) -> Path:
+    """Return a directory that, first in the path, makes this package one whose endpoint plugin is `entry`."""
     info = directory / "lmcache_cartridge-0.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: lmcache-cartridge\nVersion: 0.0\n")
-    (info / "entry_points.txt").write_text("" if entry is None else f"[vllm.endpoint_plugins]\ncartridges = {entry}\n")
+    (info / "entry_points.txt").write_text(f"[vllm.endpoint_plugins]\ncartridges = {entry}\n")
     return directory

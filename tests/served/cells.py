@@ -12,12 +12,16 @@ from typing import Literal, NamedTuple
 from processor import noise
 
 from lmcache_cartridge.cli.recall import MODEL_DIR
+from lmcache_cartridge.engine.refusals import ONE_GROUP
 
 TP = ("--tensor-parallel-size", "2")
 PP = ("--no-enforce-eager", "--compilation-config", '{"backend": "eager"}', "--pipeline-parallel-size", "2")
 """vLLM 0.32 on CPU runs no eager pipeline; for one that is traced and not compiled the C++ compiler has not to run."""
 SMALL_STEPS = ("--max-num-batched-tokens", "256", "--max-num-seqs", "4")
 NO_PREFIXES = ("--no-enable-prefix-caching",)
+TRANSFER = {"kv_connector_extra_config": {"lmcache.mp.mp_transfer_mode": "lmcache_driven"}}
+GROUPS = (f"--no-{ONE_GROUP}", "--kv-transfer-config", json.dumps(TRANSFER))
+"""Each kind of layer with blocks of its own, which LMCache's server moves."""
 MLA = ("--attention-backend", "CPU_MLA")
 """With AMX vLLM would take a backend for latent vectors that has no float32."""
 
@@ -38,6 +42,11 @@ class Cell(NamedTuple):
     """Where the cartridges are: in a directory, on S3, or in a published library."""
     noise: float = 1e-3
     """How far logprobs of equal prompts may be apart, in nats: by default for float32."""
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether kinds of layer have blocks of their own, where no trained cartridge is served."""
+        return self.options == GROUPS
 
     @property
     def in_fp8(self) -> bool:
@@ -70,6 +79,7 @@ CELLS = {
     "windows and sinks":    Cell("in-process",   "gpt-oss",            "connector",   256, 128, False),
     "long RoPE":            Cell("in-process",   "phi3 long",          "plan",         64,  32, True,  SMALL_STEPS),
     "two kinds of layer":   Cell("multiprocess", "gemma3",             "plan",         64,  32, True,  NO_PREFIXES),
+    "groups":               Cell("multiprocess", "gemma3",             "plan",         64,  32, False, GROUPS),
     "latent vectors":       Cell("multiprocess", "deepseek-v3",        "plan",         64,  16, True,  (*MLA, *SMALL_STEPS)),
     "stages of one size":   Cell("multiprocess", "llama",              "plan",        128, 128, True,  PP),
     "ranks with one head":  Cell("multiprocess", "falcon multi-query", "plan",         64,  64, True,  TP),

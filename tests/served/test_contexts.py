@@ -50,23 +50,6 @@ def first(served):
     return served.made(document=served.wards["first"].document.text)
 
 
-@pytest.fixture(scope="module")
-def wrong(served):
-    """Texts of which the engine hands out wrong KV, by the id of each context."""
-    texts = {how: served.wards["second"].ids[: 3 * CHUNK + i] for i, how in enumerate(("swapped", "late"))}
-    before = served.named()
-    for how, ids in texts.items():
-        with served.failing(captured=how):
-            reply = served.post(token_ids=ids, id=how)
-            until(lambda: "set aside" in (reply if reply.status_code != 202 else served.get(how)).text)  # noqa: B023
-    assert served.named() == before
-    return texts
-
-
-def test_kv_that_is_not_the_engines_is_found_before_anybody_hears_of_it(wrong):
-    """That it is soon gone is seen below, behind other tests: it takes some fifteen seconds."""
-
-
 def test_a_text_is_sent_once_and_then_answers_as_if_it_stood_in_the_prompt(served, first):
     ward = served.wards["first"]
     assert first["tokens"] == len(ward.ids) and first["expires_at"] - first["created_at"] == pytest.approx(
@@ -104,12 +87,8 @@ def test_the_same_text_again_is_the_same_context_and_costs_nothing(served, first
     before = len(served.named())
     for body in ({"document": ward.document.text}, {"token_ids": ward.ids}):
         again = served.post(ttl=7200, **body)
-        assert again.status_code == 200
-        assert {name: again.json()[name] for name in ("id", "digest", "created_at")} == {
-            name: first[name] for name in ("id", "digest", "created_at")
-        }
+        assert (again.status_code, again.json()) == (200, first | {"expires_at": again.json()["expires_at"]})
         assert again.json()["expires_at"] > first["expires_at"] + 3000
-        assert again.json()["state"] == "resident"
     assert len(served.named()) == before
 
 
@@ -306,36 +285,6 @@ def test_hundreds_of_texts_at_once_are_made_in_turn_or_told_to_come_again(served
     end()
 
 
-def test_a_text_that_was_not_made_is_soon_gone_and_can_be_made(served, wrong):
-    until(lambda: all(served.get(name).status_code == 404 for name in wrong))
-    registry = Registry(served.settings.registry_path, read_only=True)
-    until(lambda: served.places() == {Path(row.location) for row in registry.all()})
-    for ids in wrong.values():
-        assert served.made(token_ids=ids)["tokens"] == len(ids)
-
-
-def test_what_was_made_and_refused_is_counted(served):
-    def counted() -> list[float]:
-        total = 'lmcache_cartridge_contexts_total{outcome="'
-        return [served.asker.metric(f"{total}{outcome}") for outcome in ("made", "failed", "refused")]
-
-    before = counted()
-    made = served.made(token_ids=served.wards["fourth"].ids[5 : CHUNK + 9])
-    registry = Registry(served.settings.registry_path, read_only=True)
-    until(
-        lambda: (
-            served.asker.metric("lmcache_cartridge_context_bytes")
-            == sum(row.bytes for row in registry.all())
-            >= made["bytes"]
-        )
-    )
-    assert served.post(token_ids=[]).status_code == 400
-    with served.failing(captured="swapped"):
-        served.post(token_ids=served.wards["fourth"].ids[: 2 * CHUNK])
-        until(lambda: counted()[1] > before[1])
-    assert counted() == [count + 1 for count in before]
-
-
 def test_a_client_that_leaves_has_its_context_made_all_the_same_and_others_wait_for_it(served):
     ward = served.wards["third"]
     text = ward.document.text[: len(ward.document.text) // 4 * 3]
@@ -374,6 +323,32 @@ def test_a_server_that_is_killed_lists_nothing_half_made_and_keeps_what_was_answ
         os.kill(served.pid, signal.SIGTERM)  # and it ends what it has begun
         until(lambda: "drained: 0 requests run still" in served.log.read_text())
     assert load_manifest(served.root("late")).positions == len(wards["third"].ids)
+
+
+def test_kv_that_is_not_the_engines_is_found_counted_soon_gone_and_can_be_made(served):
+    def counted() -> list[float]:
+        total = 'lmcache_cartridge_contexts_total{outcome="'
+        return [served.asker.metric(f"{total}{outcome}") for outcome in ("made", "failed", "refused")]
+
+    before, names, ids = counted(), served.named(), served.wards["second"].ids[: 3 * CHUNK]
+    with served.failing(captured="swapped"):
+        reply = served.post(token_ids=ids, id="swapped")
+        until(lambda: "set aside" in (reply if reply.status_code != 202 else served.get("swapped")).text)
+    assert served.named() == names
+    made = served.made(token_ids=served.wards["fourth"].ids[5 : CHUNK + 9])
+    assert served.post(token_ids=[]).status_code == 400
+    assert counted() == [count + 1 for count in before]
+    registry = Registry(served.settings.registry_path, read_only=True)
+    until(
+        lambda: (
+            served.asker.metric("lmcache_cartridge_context_bytes")
+            == sum(row.bytes for row in registry.all())
+            >= made["bytes"]
+        )
+    )
+    until(lambda: served.get("swapped").status_code == 404)
+    until(lambda: served.places() == {Path(row.location) for row in registry.all()})
+    assert served.made(token_ids=ids)["tokens"] == len(ids)
 
 
 @pytest.mark.parametrize("mode", ["in-process", "multiprocess"])

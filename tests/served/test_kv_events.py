@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -30,31 +29,24 @@ P, BLOCK = 1024, 128
 
 
 class Stream:
-    """Follows one server's events as an index does: from the first one on, in order, none missing."""
+    """One server's events from the first one on, in order, none missing."""
 
     def __init__(self, port: int) -> None:
         self._socket = zmq.Context.instance().socket(zmq.SUB)
         self._socket.connect(f"tcp://127.0.0.1:{port}")
         self._socket.setsockopt(zmq.SUBSCRIBE, b"")
-        self._socket.setsockopt(zmq.RCVTIMEO, 200)
-        self.events: list[Any] = []
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._read, daemon=True)
-        self._thread.start()
+        self._decoder, self._events = msgspec.msgpack.Decoder(type=KVEventBatch), []
 
-    def _read(self) -> None:
-        decoder = msgspec.msgpack.Decoder(type=KVEventBatch)
-        while not self._stopping.is_set():
-            try:
-                _, _, payload = self._socket.recv_multipart()
-            except zmq.Again:
-                continue
-            self.events += decoder.decode(payload).events
+    def events(self) -> list[Any]:
+        """Return those so far."""
+        while self._socket.poll(200):
+            self._events += self._decoder.decode(self._socket.recv_multipart()[2]).events
+        return self._events
 
     def blocks(self, medium: str) -> dict[int, BlockStored]:
         """Return what an index has of a medium now, by block hash."""
         held: dict[int, BlockStored] = {}
-        for event in list(self.events):
+        for event in self.events():
             if event.medium == medium and isinstance(event, BlockStored):
                 held |= dict.fromkeys(event.block_hashes, event)
             elif event.medium == medium and isinstance(event, BlockRemoved):
@@ -63,8 +55,6 @@ class Stream:
         return held
 
     def close(self) -> None:
-        self._stopping.set()
-        self._thread.join()
         self._socket.close()
 
 
@@ -139,7 +129,7 @@ def test_two_servers_with_one_secret_name_a_cartridges_blocks_alike(servers):
         server.step()
         (salted,) = {
             tuple(e.block_hashes)
-            for e in server.stream.events
+            for e in server.stream.events()
             if isinstance(e, BlockStored)
             and e.medium == "GPU"
             and e.extra_keys

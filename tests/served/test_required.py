@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
@@ -34,8 +33,9 @@ def http(tmp_path_factory):
 @pytest.mark.parametrize("path", TAKING)
 def test_a_route_that_takes_cartridges_answers_with_one_and_refuses_without(http, path, stream):
     body = TAKING[path] | {"stream": stream}
-    reply = http.post(path, json=body)
-    assert (reply.status_code, "`required`" in json.dumps(reply.json())) == (400, True), reply.text
+    for none in ({}, {"cartridges": None}, {"cartridges": False}, {"kv_transfer_params": {}}):
+        reply = http.post(path, json=body | none)
+        assert (reply.status_code, "required" in reply.text) == (400, True), reply.text
     ways: list[tuple[dict[str, Any], dict[str, str]]] = [
         ({"cartridges": ["a"]}, {}), ({}, {"X-Cartridges": "a"}), ({"model": f"{MODEL}:a"}, {}), ({"model": "ward"}, {}),
         ({"model": f"{MODEL}:a", "cartridges": ["a"]}, {"X-Cartridges": "a"}), ({"model": f"{MODEL}:current"}, {}),
@@ -68,15 +68,8 @@ def test_a_model_that_names_no_cartridge_or_another_is_refused(http, path):
         ("a", {}, {}, 404), (f"{MODEL}:nope", {}, {}, 404), (f"{MODEL}:a@7", {}, {}, 404), (f"{MODEL}:", {}, {}, 400),
         (f"{MODEL}:a,,a", {}, {}, 400), (f"{MODEL}:a", {"cartridges": ["b"]}, {}, 400), ("no:a", {}, {}, 404),
         (f"{MODEL}:a", {}, {"X-Cartridges": "a@1"}, 400), ("ward", {}, {"X-Cartridges": "b"}, 400),
-        (MODEL, {"cartridges": ["a"]}, {"X-Cartridges": "b"}, 400), (MODEL, {}, {"X-Cartridge": "a"}, 400),
+        (MODEL, {"cartridges": ["nope"]}, {}, 404), (MODEL, {"cartridges": ["a"]}, {"X-Cartridges": "b"}, 400), (MODEL, {}, {"X-Cartridge": "a"}, 400),
         (MODEL, {"kv_transfer_params": {"cartridge_id": "b"}}, {"X-Cartridges": "a"}, 400),
     ):  # fmt: skip
         reply = http.post(path, json=TAKING[path] | {"model": model} | fields, headers=headers)
         assert reply.status_code == status, (model, reply.text)
-
-
-@pytest.mark.parametrize(
-    "extra", [{"cartridges": None}, {"cartridges": False}, {"cartridges": ["nope"]}, {"kv_transfer_params": {}}]
-)
-def test_naming_none_is_not_naming_one(http, extra):
-    assert http.post("/v1/completions", json=TAKING["/v1/completions"] | extra).status_code in (400, 404)

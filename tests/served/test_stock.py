@@ -22,7 +22,7 @@ from lmcache_cartridge.serve.processes import ServerProcess
 from lmcache_cartridge.settings import from_mapping
 
 REFUSE = {
-    "no connector": (Way(transfers=False), "the workers have no cartridges"),
+    "no connector": (Way(transfer=None), "the workers have no cartridges"),
     "a nested YAML": (
         Way(yaml.safe_dump({**REST, "extra_config": {"storage_plugin": {"cartridge": {
             "module_path": "lmcache_cartridge.engine.backend", "class_name": "CartridgeBackend"}}}})),
