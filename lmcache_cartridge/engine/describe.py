@@ -56,7 +56,7 @@ def started(
         for group in kv_cache_config.kv_cache_groups
     ]
     kv_cache_config = replace(kv_cache_config, kv_cache_groups=[group for group in groups if group.layer_names])
-    check_vllm(config, kv_cache_config)
+    refusals.check(refusals.ENGINE, facts_of(config, kv_cache_config))
     check_api(config)
     return kv_cache_config
 
@@ -90,19 +90,22 @@ def check_api(config: VllmConfig) -> None:
         ) from error
 
 
-def check_vllm(config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-    """Raise `UnsupportedEngine`, with the fix, for a vLLM configuration under which cartridges are not safe."""
+def facts_of(config: VllmConfig, kv_cache_config: KVCacheConfig) -> refusals.Facts:
+    """Return what vLLM is configured for, by which it may be refused."""
     from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
     parallel, transfer, speculates = config.parallel_config, transfer_of(config), config.speculative_config
     groups = kv_cache_config.kv_cache_groups
     # Whether LMCache runs in vLLM's workers, not beside as a server.
     is_inside = transfer.get_from_extra_config(CONTROL, None) is None
-    facts = refusals.Facts(
+    # Under data parallelism engines of dense models are told that they are alone. The name that vLLM gives each for KV
+    # transfer tells.
+    is_one_of_several = parallel.data_parallel_index or _NAME.search(transfer.engine_id or "")
+    return refusals.Facts(
         in_process=is_inside,
         saves=saves(config) if is_inside else transfer.kv_role != "kv_consumer",
         stages=parallel.pipeline_parallel_size,
-        engines=max(parallel.data_parallel_size, 1 if engine_number(config) is None else 2),
+        engines=max(parallel.data_parallel_size, 2 if is_one_of_several else 1),
         split=max(parallel.prefill_context_parallel_size, parallel.decode_context_parallel_size),
         speculation=speculates.method if speculates else None,
         cache_dtype=config.cache_config.cache_dtype,
@@ -121,7 +124,6 @@ def check_vllm(config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         ),
         recomputes=transfer.kv_load_failure_policy != "fail",
     )
-    refusals.check(refusals.ENGINE, facts)
 
 
 def is_draft(layer_name: str) -> bool:
@@ -140,22 +142,6 @@ def answering(kv_caches: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def saves(config: VllmConfig) -> bool:
     """Whether LMCache inside vLLM may save what it computes: as `kv_role` says, and LMCache's variable against it."""
     return transfer_of(config).kv_role != "kv_consumer" and not os.environ.get(SKIP_SAVING)
-
-
-def engine_number(config: VllmConfig) -> int | None:
-    """Return the number of this engine among those of one server, None for one alone.
-
-    Under data parallelism engines of dense models are told that they are alone. Then the name that vLLM gives each for
-    KV transfer tells.
-    """
-    named = _NAME.search(transfer_of(config).engine_id or "")
-    return int(named[1]) if named else config.parallel_config.data_parallel_index or None
-
-
-def worker_number(config: VllmConfig) -> int:
-    """Return the number of this process among the workers of all engines of one server."""
-    parallel = config.parallel_config
-    return (engine_number(config) or 0) * parallel.world_size + parallel.rank % parallel.world_size
 
 
 def describe(config: LMCacheEngineConfig, metadata: LMCacheMetadata, engine: LMCacheEngine) -> Engine:
@@ -191,7 +177,7 @@ def describe(config: LMCacheEngineConfig, metadata: LMCacheMetadata, engine: LMC
         allow_trained=transfer_of(vllm_config).kv_load_failure_policy == "fail",
         device=injector.device,
         layers=layers,
-        worker=worker_number(vllm_config),
+        worker=parallel.rank % parallel.world_size,
         quantiser=injector.quantiser,
     )
 

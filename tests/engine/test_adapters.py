@@ -94,16 +94,6 @@ def test_an_adapter_that_engines_compute_otherwise_is_refused(directory, fields,
         CausalModel(MODEL, lora=directory)
 
 
-@pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
-def test_what_is_no_adapter_is_refused(directory, name):
-    (directory / name).write_bytes((directory / name).read_bytes()[:20])
-    with pytest.raises(UnsupportedModel, match="cannot be read"):
-        adapter_digest(directory)
-    (directory / name).unlink()
-    with pytest.raises(UnsupportedModel, match=f"it has no {name}"):
-        adapter_digest(directory)
-
-
 @pytest.mark.parametrize("change", [_rename_weights, lambda directory: _configure(directory, r=4)])
 def test_an_adapter_of_another_model_is_refused(directory, change):
     change(directory)
@@ -111,27 +101,22 @@ def test_an_adapter_of_another_model_is_refused(directory, change):
         CausalModel(MODEL, lora=directory)
 
 
-def _tensor(**fields: Any) -> bytes:
-    return json.dumps({"x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]} | fields}).encode()
-
-
+@pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
 @pytest.mark.parametrize(
-    "header",
-    [
-        None, b"[" * 100_000, b"[1]", b'{"x": 1}', b"\xff\xfe",
-        *(_tensor(data_offsets=offsets) for offsets in ([0, 1 << 46], [-9, 4], None, [1 << 70, 1 << 71])),
-    ],
-)  # fmt: skip
-def test_weights_that_are_none_cost_no_more_than_their_size(directory, header):
+    "header", [b"[1]", b'{"x": 1}', b"\xff\xfe", b'{"x": {"dtype": "F32", "shape": [1], "data_offsets": [0, 99]}}']
+)
+def test_what_is_no_adapter_is_refused_at_no_more_cost_than_its_size(directory, name, header):
     """A file of ten bytes asked for 64 TiB, and that error nobody caught."""
-    length = (1 << 46 if header is None else len(header)).to_bytes(8, "little")
-    (directory / WEIGHTS).write_bytes(length + (header or b"") + b"{}")
+    (directory / name).write_bytes((1 << 46 if header == b"[1]" else len(header)).to_bytes(8, "little") + header)
     tracemalloc.start()
     with pytest.raises(UnsupportedModel, match="cannot be read"):
         adapter_digest(directory)
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert most < 4 << 20
+    (directory / name).unlink()
+    with pytest.raises(UnsupportedModel, match=f"it has no {name}"):
+        adapter_digest(directory)
 
 
 # What the model computes.

@@ -19,7 +19,6 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 from vllm.v1.kv_cache_interface import (
-    AttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -63,21 +62,16 @@ def _fingerprint(settings: Settings, config: VllmConfig) -> Fingerprint:
 
 
 _BESIDE = {CONTROL: "/tmp/x.sock"}
-_DRIVEN = {**_BESIDE, "lmcache.mp.mp_transfer_mode": "lmcache_driven"}
 _STOCK = {
     "kv_connector": "LMCacheConnectorV1",
     "kv_connector_module_path": "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector",
 }
 
 
-def _extra(**values: Any) -> VllmConfig:
-    return vllm_config(transfer={"kv_connector_extra_config": values})
-
-
-def _changed(**values: Any) -> VllmConfig:
+def _changed(config: VllmConfig | None = None, **values: Any) -> VllmConfig:
     """Return a configuration some of whose parts are what vLLM itself would refuse, read from a draft model, or give to one
     engine of several."""
-    config = vllm_config(speculative_config={"method": "ngram", "num_speculative_tokens": 2})
+    config = config or vllm_config(speculative_config={"method": "ngram", "num_speculative_tokens": 2})
     for name, value in values.items():
         for part in (config.kv_transfer_config, config.parallel_config, config.speculative_config, config.model_config):
             if hasattr(part, name):
@@ -85,24 +79,71 @@ def _changed(**values: Any) -> VllmConfig:
     return config
 
 
+_BLOCKS = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
+_SOUND = refusals.Facts(
+    in_process=True, saves=False, stages=1, engines=1, split=1, speculation=None, cache_dtype="auto", may_sleep=False,
+    extra={}, connector="CartridgeConnector", role="kv_consumer", skips_layers=[],
+)  # fmt: skip
+
+
+def _sliding(window: int) -> SlidingWindowSpec:
+    return SlidingWindowSpec(**_BLOCKS, sliding_window=window)
+
+
 @pytest.mark.parametrize(
-    ("make", "reason"),
+    ("make", "specs", "expected"),
     [
-        (lambda: _extra(use_native=True), "use_native: .*remove it"),
-        (lambda: _changed(kv_connector="MultiConnector"), "MultiConnector: .*kv_both"),
-        (lambda: vllm_config(transfer={"kv_role": "kv_producer"}), "kv_role is kv_producer: .*kv_both"),
-        (lambda: _changed(prefill_context_parallel_size=2), "context parallelism: "),
-        (lambda: vllm_config(tensor_parallel_size=4, decode_context_parallel_size=2), "context parallelism: "),
-        (lambda: _changed(method="eagle"), "speculation by eagle: .*ngram, ngram_gpu, suffix, draft_model"),
-        (lambda: vllm_config(kv_cache_dtype="fp8_per_token_head"), "fp8_per_token_head.*remove --kv-cache-dtype"),
-        (lambda: vllm_config(kv_cache_dtype="fp8", kv_cache_dtype_skip_layers=["0"]), "--kv-cache-dtype-skip-layers"),
-        (lambda: _extra(**{"lmcache.max_tokens_per_load": 512}), "lmcache.max_tokens_per_load: .*remove it"),
-        (lambda: _changed(enable_sleep_mode=True, kv_connector_extra_config=_BESIDE), "sleep mode is enabled: "),
+        (vllm_config, [FullAttentionSpec(**_BLOCKS, sliding_window=32)], {}),
+        (lambda: vllm_config(transfer={"kv_load_failure_policy": "recompute"}), [_sliding(2047)],
+            {"gives_up_blocks": True, "recomputes": True}),
+        (lambda: vllm_config(transfer={"kv_role": "kv_both"}, kv_cache_dtype="fp8", kv_cache_dtype_skip_layers=["0"]),
+            [FullAttentionSpec(**_BLOCKS), _sliding(2048)],
+            {"saves": True, "role": "kv_both", "cache_dtype": "fp8", "skips_layers": ["0"], "groups": 2}),
+        (lambda: _changed(kv_connector="MultiConnector", prefill_context_parallel_size=2, method="eagle", enable_sleep_mode=True),
+            [], {"connector": "MultiConnector", "split": 2, "speculation": "eagle", "may_sleep": True, "groups": 0}),
+        (lambda: _changed(vllm_config(tensor_parallel_size=4, decode_context_parallel_size=2), data_parallel_index=1), [],
+            {"engines": 2, "split": 2, "groups": 0}),
+        (lambda: vllm_config(pipeline_parallel_size=2, transfer={"engine_id": "8c7d_dp0"}), [],
+            {"engines": 2, "stages": 2, "groups": 0}),
+        (lambda: _changed(vllm_config(transfer={"kv_connector_extra_config": _BESIDE}), data_parallel_size=3), [],
+            {"in_process": False, "engines": 3, "extra": _BESIDE, "groups": 0}),
     ],
 )  # fmt: skip
-def test_a_vllm_that_is_not_safe_is_refused_with_the_reason(make, reason):
-    with pytest.raises(UnsupportedEngine, match=reason):
-        engines.check_vllm(make(), _cached())
+def test_what_vllm_is_configured_for_is_what_it_is_refused_by(make, specs, expected):
+    """`specs` are those of its groups of layers."""
+    groups = [KVCacheGroupSpec([f"model.layers.{n}.self_attn.attn"], spec) for n, spec in enumerate(specs)]
+    cached = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=groups)
+    assert engines.facts_of(make(), cached) == _SOUND._replace(**expected)
+
+
+@pytest.mark.parametrize(("extra", "saves"), [({}, False), (_BESIDE, True)])
+def test_lmcaches_variable_against_saving_holds_for_lmcache_inside_vllm_alone(monkeypatch, extra, saves):
+    monkeypatch.setenv(SKIP_SAVING, "1")
+    config = vllm_config(transfer={"kv_role": "kv_both", "kv_connector_extra_config": extra})
+    assert engines.facts_of(config, KVCacheConfig(1, [], [])).saves is saves
+
+
+_GROUPS = {"in_process": False, "groups": 2, "maps_caches": True}
+_WINDOW = {"gives_up_blocks": True}
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        ({}, None), (_GROUPS, None), (_WINDOW, None), ({"cache_dtype": "fp8_e5m2", "saves": True}, None),
+        *((_GROUPS | other, f"--{refusals.ONE_GROUP}") for other in (
+            {"maps_caches": False}, {"stages": 2}, {"cache_dtype": "fp8"}, {"speculation": "draft_model"})),
+        (_WINDOW | {"saves": True}, "--no-save"), (_WINDOW | {"recomputes": True}, "kv_load_failure_policy to fail"),
+        ({"connector": "MultiConnector"}, "MultiConnector: .*kv_both"),
+        ({"cache_dtype": "fp8", "skips_layers": ["0"]}, "--kv-cache-dtype-skip-layers"),
+        ({"extra": {"lmcache.max_tokens_per_load": 512}}, "lmcache.max_tokens_per_load: .*remove it"),
+        ({"is_latent": True}, "multi-head latent attention: .*--mode multiprocess"),
+    ],
+)  # fmt: skip
+def test_an_engine_that_is_not_safe_is_refused_with_the_way_out(facts, reason):
+    """`serve/test_launch.py` has the other rows."""
+    with pytest.raises(UnsupportedEngine, match=reason) if reason else nullcontext():
+        refusals.check(refusals.ENGINE, _SOUND._replace(**facts))
 
 
 def test_the_block_that_requests_share_is_lost_by_none_of_them(monkeypatch):
@@ -127,74 +168,6 @@ def test_a_device_tier_is_refused_where_vllm_may_sleep(home, monkeypatch, may_sl
         connector._check_sleep()
 
 
-def _cached(*specs: AttentionSpec) -> KVCacheConfig:
-    """Return what vLLM tells a connector of a model with a group of layers of each spec."""
-    groups = [KVCacheGroupSpec([f"model.layers.{n}.self_attn.attn"], spec) for n, spec in enumerate(specs)]
-    return KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=groups)
-
-
-_BLOCKS = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
-
-
-@pytest.mark.parametrize(
-    ("extra", "role", "options", "reason"),
-    [
-        ({}, "kv_consumer", {}, f"--{refusals.ONE_GROUP}"),
-        (_BESIDE, "kv_consumer", {}, f"--{refusals.ONE_GROUP}"),
-        (_DRIVEN, "kv_consumer", {"pipeline_parallel_size": 2}, f"--{refusals.ONE_GROUP}"),
-        (_DRIVEN, "kv_consumer", {"kv_cache_dtype": "fp8"}, f"--{refusals.ONE_GROUP}"),
-        (_DRIVEN, "kv_both", {}, "--no-save"),
-        (_DRIVEN, "kv_consumer", {}, None),
-    ],
-)  # fmt: skip
-def test_layers_with_blocks_of_their_own_are_refused_unless_lmcaches_server_moves_them(extra, role, options, reason):
-    full, sliding = FullAttentionSpec(**_BLOCKS), SlidingWindowSpec(**_BLOCKS, sliding_window=32)
-    config = vllm_config(transfer={"kv_role": role, "kv_connector_extra_config": extra}, **options)
-    with pytest.raises(UnsupportedEngine, match=reason) if reason else nullcontext():
-        engines.check_vllm(config, _cached(full, sliding))
-    engines.check_vllm(
-        vllm_config(transfer={"kv_role": role}), _cached(FullAttentionSpec(**_BLOCKS, sliding_window=32))
-    )
-
-
-@pytest.mark.parametrize(
-    ("role", "extra", "policy", "skips", "reason"),
-    [
-        ("kv_both", {}, "fail", "", "layers have a sliding window.*--no-save"), ("kv_consumer", {}, "fail", "", None),
-        ("kv_both", {}, "fail", "1", None),
-        ("kv_both", _BESIDE, "fail", "1", "--no-save"),  # LMCache's server knows no such variable
-        ("kv_consumer", {}, "recompute", "", "layers have a sliding window.*kv_load_failure_policy"),
-    ],
-)  # fmt: skip
-def test_nothing_is_saved_or_computed_again_of_a_model_whose_every_layer_gives_its_blocks_up(
-    monkeypatch, role, extra, policy, skips, reason
-):
-    monkeypatch.setenv(SKIP_SAVING, skips)
-    transfer = {"kv_role": role, "kv_connector_extra_config": extra, "kv_load_failure_policy": policy}
-    config = vllm_config(transfer=transfer)
-    longest = config.model_config.max_model_len
-    with pytest.raises(UnsupportedEngine, match=reason) if reason else nullcontext():
-        engines.check_vllm(config, _cached(SlidingWindowSpec(**_BLOCKS, sliding_window=longest - 1)))
-    engines.check_vllm(config, _cached(SlidingWindowSpec(**_BLOCKS, sliding_window=longest)))  # and so gives up none
-
-
-@pytest.mark.parametrize(
-    ("make", "reason"),
-    [
-        (lambda: _changed(data_parallel_size=2), "data parallelism"),
-        (lambda: _changed(data_parallel_index=1), "data parallelism"),
-        (lambda: vllm_config(transfer={"engine_id": "8c7d_dp0"}), "data parallelism"),
-        (lambda: vllm_config(pipeline_parallel_size=2, transfer={"kv_role": "kv_both"}), "2 pipeline stages"),
-    ],
-)  # fmt: skip
-def test_what_lmcaches_server_alone_can_take_is_refused_inside_vllm(make, reason):
-    with pytest.raises(UnsupportedEngine, match=f"{reason}: .* --mode multiprocess"):
-        engines.check_vllm(make(), _cached())
-    beside = make()
-    beside.kv_transfer_config.kv_connector_extra_config = _BESIDE
-    engines.check_vllm(beside, _cached())
-
-
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -215,7 +188,6 @@ def test_the_lmcache_configuration_that_serve_writes_is_accepted_and_an_unsafe_o
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"extra": {"storage_plugin.cartridge.gpu_budget": 5}}, "gpu_budget: no such setting"),
         ({"extra": {"storage_plugin.second.class_name": "CartridgeBackend"}}, "there must be one"),
         ({"lookup_timeout_ms": 1000}, "lookup_timeout_s is 1.0"),
     ],
@@ -268,17 +240,10 @@ def test_a_model_of_any_supported_rope_is_the_same_to_vllm_and_to_an_author_and_
     assert torch.allclose(rotary.cos_sin_cache[positions], expected, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("given", "named"),
-    [
-        ({"quantization": "fp8"}, "quantisation: none, not online fp8"), ({"dtype": "float32"}, "dtype: bfloat16, not float32"),
-        ({"hf_overrides": {"rms_norm_eps": 1e-5}}, "config_digest"),
-    ],
-)  # fmt: skip
-def test_another_model_is_told_by_what_differs(settings, given, named):
+def test_weights_that_vllm_quantises_itself_are_told(settings):
     author = CausalModel(str(MODEL_DIR)).fingerprint
-    (difference,) = author.differences(_fingerprint(settings, vllm_config(**given)))
-    assert difference.startswith(named)
+    [difference] = author.differences(_fingerprint(settings, vllm_config(quantization="fp8")))
+    assert difference.startswith("quantisation: none, not online fp8")
 
 
 def test_an_engine_that_caches_layers_the_model_has_not_is_refused():

@@ -99,29 +99,32 @@ def _cuda(
             rows[0, layer, skip_prefix_n_tokens:] = memory[places]
 
 
-@pytest.mark.parametrize("cached", [0, 63, 64, 128])
-def test_chunks_land_as_the_op_writes_them_and_what_vllm_has_cached_stays(cached):
-    ours, theirs = Engine(), Engine()
-    connector, kv = ours.connector(), _kv(2 * CHUNK)
-    assert torch.equal(ours.memory, theirs.memory), "the probe wrote into the engine's blocks"
-    connector.batched_to_gpu(*objects(kv, ours.shape, connector.layout), slot_mapping=SLOTS, vllm_cached_tokens=cached)
-    assert torch.equal(ours.memory, theirs.by_op(kv[:, :, cached:], SLOTS[cached:]).memory)
-
-
 @pytest.mark.parametrize(
-    ("dtype", "heads", "block"), [(torch.bfloat16, 2, 128), (torch.float16, 8, 32), (torch.float32, 1, 16)]
-)
-def test_what_the_op_wrote_is_saved_and_written_again(dtype, heads, block):
-    """A block may be larger than a chunk: rows are moved one by one."""
-    engine, kv = Engine(dtype=dtype, heads=heads, block=block), _kv(CHUNK, heads, dtype)
-    connector, before = engine.connector(saves=True), engine.by_op(kv, SLOTS).memory.clone()
-    saved = memory_object(torch.zeros(engine.shape.size_bytes, dtype=torch.uint8))
-    connector.from_gpu(saved, 0, CHUNK, slot_mapping=SLOTS)
-    assert torch.equal(saved.raw_data, objects(kv, engine.shape, "fused")[0][0].raw_data)
-    assert torch.equal(connector.canonical(saved), kv)
-    engine.by_op(torch.zeros_like(kv), SLOTS)
-    connector.to_gpu(saved, 0, CHUNK, slot_mapping=SLOTS)
-    assert torch.equal(engine.memory, before)
+    ("order", "dtype", "heads", "block", "cached"),
+    [
+        ("NHD", torch.bfloat16, 2, 128, 63), ("NHD", torch.float16, 8, 32, 64), ("NHD", torch.float32, 1, 16, 128),
+        *((order, torch.bfloat16, 2, BLOCK, 5) for order in ORDERS),
+    ],
+)  # fmt: skip
+def test_chunks_land_as_the_op_writes_them_and_are_saved_as_they_came(monkeypatch, order, dtype, heads, block, cached):
+    """A block may be larger than a chunk. The last four go through the kernel of CUDA."""
+    if cached == 5:
+        monkeypatch.setattr(device_ops, "multi_layer_kv_transfer", _cuda, raising=False)
+    ours, theirs, kv = (
+        Engine(order, dtype, heads, block),
+        Engine(order, dtype, heads, block),
+        _kv(2 * CHUNK, heads, dtype),
+    )
+    connector = ours.connector(saves=True)
+    assert torch.equal(ours.memory, theirs.memory), "the probe wrote into the engine's blocks"
+    chunks = objects(kv, ours.shape, connector.layout)
+    connector.batched_to_gpu(*chunks, slot_mapping=SLOTS, vllm_cached_tokens=cached)
+    assert torch.equal(ours.memory, theirs.by_op(kv[:, :, cached:], SLOTS[cached:]).memory)
+    saved = memory_object(torch.zeros(ours.shape.size_bytes, dtype=torch.uint8))
+    ours.by_op(kv, SLOTS)
+    connector.from_gpu(saved, CHUNK, 2 * CHUNK, slot_mapping=SLOTS)
+    assert torch.equal(saved.raw_data, chunks[0][1].raw_data)
+    assert torch.equal(connector.canonical(saved), kv[:, :, CHUNK:])
 
 
 def test_bytes_for_a_quantised_cache_are_those_of_the_op():
@@ -133,19 +136,6 @@ def test_bytes_for_a_quantised_cache_are_those_of_the_op():
     fused = objects(tiles.unpack(raw, ours.shape, "heads"), ours.shape, connector.layout)
     connector.batched_to_gpu(*fused, slot_mapping=SLOTS)
     assert torch.equal(ours.memory, theirs.by_op(kv, SLOTS).memory)
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_every_order_of_vllms_goes_through_the_cuda_kernel(monkeypatch, order):
-    monkeypatch.setattr(device_ops, "multi_layer_kv_transfer", _cuda, raising=False)
-    ours, theirs, kv = Engine(order), Engine(order), _kv(2 * CHUNK)
-    connector = ours.connector(saves=True)
-    chunks = objects(kv, ours.shape, connector.layout)
-    connector.batched_to_gpu(*chunks, slot_mapping=SLOTS, vllm_cached_tokens=5)
-    assert torch.equal(ours.memory, theirs.by_op(kv[:, :, 5:], SLOTS[5:]).memory)
-    saved = memory_object(torch.zeros(ours.shape.size_bytes, dtype=torch.uint8))
-    connector.from_gpu(saved, CHUNK, 2 * CHUNK, slot_mapping=SLOTS)
-    assert torch.equal(saved.raw_data, chunks[0][1].raw_data)
 
 
 def _too_far(rows: torch.Tensor, pointers: Any, slots: torch.Tensor, *rest: Any, **given: Any) -> None:

@@ -50,10 +50,6 @@ def test_every_packing_of_the_x86_ops_is_told_apart_and_blocks_are_left_alone(is
     assert all(map(torch.equal, before, blocks.caches.values()))
 
 
-def test_keys_beside_values_are_recognised():
-    assert written_layout(_caches(dtype=torch.float32), dict.fromkeys("ab", _Layer(_beside))) == "fused"
-
-
 def test_whole_blocks_that_are_not_known_are_refused():
     """Views of a block as tokens cannot be copied in whole; neither can blocks whose heads lie apart."""
     with pytest.raises(UnsupportedEngine, match="not known"):

@@ -21,8 +21,7 @@ from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.make.prefill import build
 
 with quietly():
-    from lmcache_cartridge.engine.contract import CONTROL
-    from lmcache_cartridge.engine.describe import check_vllm
+    from lmcache_cartridge.engine.describe import facts_of
     from lmcache_cartridge.engine.latent import check_latents
 
 
@@ -40,14 +39,7 @@ def test_a_document_is_built_as_one_plane_of_latent_vectors_and_rotary_keys(mode
     assert manifest.canary.sensitivity > 1, "KV in a wrong order would not be noticed"
 
 
-def test_a_manifest_that_contradicts_itself_is_refused(model, tmp_path):
-    manifest = write(model, tmp_path / "doc", list(range(5, 13))).manifest
-    shape = msgspec.structs.replace(manifest.fingerprint, latent=576)
-    with pytest.raises(ManifestError, match="a latent vector of 576 in 1 heads of 576 elements"):
-        decode(msgspec.structs.replace(manifest, fingerprint=shape).encode(), "here")
-
-
-def test_what_is_made_for_keys_and_values_is_refused(model, tmp_path):
+def test_what_is_made_for_keys_and_values_or_contradicts_itself_is_refused(model, tmp_path):
     with pytest.raises(UnsupportedModel, match="train: DeepseekV3ForCausalLM caches latent vectors"):
         model.need_values("train")
     document = tmp_path / "doc.txt"
@@ -55,6 +47,10 @@ def test_what_is_made_for_keys_and_values_is_refused(model, tmp_path):
     with pytest.raises(CartridgeError, match="not stored in int8"):
         build(model, document, tmp_path / "doc", cartridge_id="doc", version=1, encoding="int8")
     assert not (tmp_path / "doc").exists()
+    manifest = write(model, tmp_path / "doc", list(range(5, 13))).manifest
+    shape = msgspec.structs.replace(manifest.fingerprint, latent=576)
+    with pytest.raises(ManifestError, match="a latent vector of 576 in 1 heads of 576 elements"):
+        decode(msgspec.structs.replace(manifest, fingerprint=shape).encode(), "here")
 
 
 def test_latent_attention_that_nobody_compared_is_refused_by_its_config():
@@ -96,10 +92,7 @@ def test_in_multiprocess_mode_each_layer_is_seen_to_write_rows_at_start(layers, 
     assert not any(cache.any() for cache in caches.values()), "the engine's own blocks were written to"
 
 
-def test_lmcache_inside_vllm_is_refused_with_the_mode_that_serves_them(tmp_path):
+def test_vllm_tells_that_it_caches_them(tmp_path):
+    """By which LMCache inside vLLM is refused."""
     config = vllm_config(make_model(tmp_path / "model", FAMILIES["deepseek-v3"]()), block_size=16)
-    caches: Any = SimpleNamespace(kv_cache_groups=[])
-    with pytest.raises(UnsupportedEngine, match="multi-head latent attention: .*--mode multiprocess"):
-        check_vllm(config, caches)
-    config.kv_transfer_config.kv_connector_extra_config = {CONTROL: "/nowhere"}
-    check_vllm(config, caches)
+    assert facts_of(config, SimpleNamespace(kv_cache_groups=[])).is_latent

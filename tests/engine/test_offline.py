@@ -31,7 +31,7 @@ class Llm:
         return [method]
 
 
-def test_a_call_that_outlasts_whoever_waits_for_it_leaves_an_engine_that_answers():
+def test_a_call_that_outlasts_whoever_waits_for_it_or_is_interrupted_leaves_an_engine_that_answers():
     llm: Any = Llm()
     engine = offline._Engine(llm)
 
@@ -47,12 +47,6 @@ def test_a_call_that_outlasts_whoever_waits_for_it_leaves_an_engine_that_answers
     assert engine.run(impatient) == "gave up"
     assert engine.run(lambda: engine.collective_rpc("third")) == ["third"]
     assert llm.threads == [threading.current_thread()] * 2, "what nobody waited for any more was not begun"
-
-
-def test_an_interrupt_of_a_call_ends_what_waits_for_it():
-    llm: Any = Llm()
-    llm.may_answer.set()
-    engine = offline._Engine(llm)
     with pytest.raises(KeyboardInterrupt):
         engine.run(lambda: engine.collective_rpc("interrupt"))
     assert engine.run(lambda: engine.collective_rpc("next")) == ["next"]

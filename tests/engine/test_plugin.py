@@ -18,7 +18,7 @@ with quietly():
 
     from lmcache_cartridge.engine.contract import REQUEST_API
     from lmcache_cartridge.engine.describe import check_api
-    from lmcache_cartridge.engine.host_api import check_handlers, extend_models
+    from lmcache_cartridge.engine.host_api import check_handlers, extend_models, wrap_handlers
 
 
 def _state(**handlers: Any) -> Any:
@@ -37,6 +37,7 @@ def _handler(reply: Any) -> Any:
 
 
 _NAMES = ["openai_serving_completion", "openai_serving_chat", "openai_serving_responses", "anthropic_serving_messages"]
+_EMBEDS = {"runner": "pooling", "convert": "embed"}
 _SEEN = GracefulHTTPError("cartridges.0.id: too short", HTTPStatus.BAD_REQUEST)
 
 
@@ -49,41 +50,39 @@ def test_a_server_with_a_handler_that_does_not_show_us_the_field_does_not_start(
         asyncio.run(check_handlers(_state(**handlers | {name: _handler(reply)})))
 
 
-def _models() -> Any:
-    return SimpleNamespace(
-        base_model_paths=[SimpleNamespace(name="m")], is_base_model="m".__eq__, model_name=lambda: "m"
-    )
-
-
-def test_a_server_whose_handlers_ask_elsewhere_for_models_does_not_start():
-    state = SimpleNamespace(openai_serving_models=_models(), openai_serving_chat=SimpleNamespace(models=_models()))
-    with pytest.raises(UnsupportedEngine, match="openai_serving_chat"):
-        extend_models(state, lambda name: True)
-
-
 @pytest.mark.parametrize(
-    ("environment", "extra", "reason"),
+    ("environment", "extra", "given", "reason"),
     [
-        ({"VLLM_PLUGINS": "other,cartridges"}, {REQUEST_API: "on"}, None),
-        ({"VLLM_PLUGINS": "other"}, {}, "VLLM_PLUGINS=cartridges"), ({}, {}, "VLLM_PLUGINS=cartridges"),
-        ({"VLLM_USE_RUST_FRONTEND": "1"}, {REQUEST_API: "off"}, None),
-        ({"VLLM_PLUGINS": "cartridges", "VLLM_USE_RUST_FRONTEND": "1"}, {}, "VLLM_USE_RUST_FRONTEND: .* unset it"),
-        ({"VLLM_PLUGINS": "cartridges", "VLLM_USE_RUST_FRONTEND": "0"}, {}, None),
+        ({"VLLM_PLUGINS": "other,cartridges", "VLLM_USE_RUST_FRONTEND": "0"}, {REQUEST_API: "on"}, {}, None),
+        ({}, {}, {}, "VLLM_PLUGINS=cartridges"),
+        ({"VLLM_PLUGINS": "cartridges", "VLLM_USE_RUST_FRONTEND": "1"}, {}, {}, "VLLM_USE_RUST_FRONTEND: .* unset it"),
+        ({"VLLM_PLUGINS": "cartridges"}, {}, _EMBEDS, "generates nothing"),
+        ({"VLLM_PLUGINS": "other"}, {REQUEST_API: "off"}, _EMBEDS, None),
     ],
 )  # fmt: skip
-def test_an_engine_whose_api_server_would_ignore_cartridges_does_not_start(monkeypatch, environment, extra, reason):
-    """Nor does LMCache start in its workers: its threads would outlive the failure. The server in Rust has no request API."""
+def test_an_engine_whose_api_server_would_ignore_cartridges_does_not_start(
+    monkeypatch, environment, extra, given, reason
+):
+    """Nor does LMCache start in its workers: its threads would outlive the failure. The server in Rust has no request API, and
+    vLLM leaves it out where nothing is generated."""
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UnsupportedEngine, match=reason) if reason else nullcontext():
-        check_api(vllm_config(transfer={"kv_connector_extra_config": extra}))
+        check_api(vllm_config(transfer={"kv_connector_extra_config": extra}, **given))
 
 
-@pytest.mark.parametrize("extra, refused", [({}, True), ({REQUEST_API: "off"}, False)])
-def test_an_engine_that_generates_nothing_does_not_start_with_cartridges(monkeypatch, extra, refused):
-    """vLLM leaves our request API out, and its routes of embeddings would ignore the cartridges that requests name."""
-    monkeypatch.setenv("VLLM_PLUGINS", "cartridges")
-    config = vllm_config(transfer={"kv_connector_extra_config": extra}, runner="pooling", convert="embed")
-    with pytest.raises(UnsupportedEngine, match="generates nothing") if refused else nullcontext():
-        check_api(config)
+@pytest.mark.parametrize(
+    ("broken", "named"),
+    [
+        ({"openai_serving_chat": SimpleNamespace(online_renderer=1, engine_client=object())}, "openai_serving_chat"),
+        ({}, "_state"), ({"serving_render": object()}, "online_renderer"),
+    ],
+)  # fmt: skip
+def test_handlers_that_cannot_be_wrapped_or_ask_elsewhere_for_models_are_refused(broken, named):
+    with pytest.raises(UnsupportedEngine, match=named):
+        wrap_handlers(SimpleNamespace(**broken), object(), list, list, list)
+    models = SimpleNamespace(base_model_paths=[], is_base_model=bool)
+    state = SimpleNamespace(openai_serving_models=models, openai_serving_chat=SimpleNamespace(models=object()))
+    with pytest.raises(UnsupportedEngine, match="openai_serving_chat"):
+        extend_models(state, bool)

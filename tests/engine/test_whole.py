@@ -31,24 +31,18 @@ def _tail(skip: int, first: int, last: int, turn: int = 0) -> Tail:
     return Tail("r", "digest", skip, [100 * BLOCK + at for at in range(first, last)], turn)
 
 
-@pytest.mark.parametrize(("must_inject", "computed", "found", "tail"), [
-    (0, 0, 0, None), (64, 0, 64, None), (13, 0, 0, (0, 0, 13)), (100, 0, 64, (0, 64, 100)), (100, 96, 96, (32, 96, 100)),
-    (100, 0, 128, None),  # what LMCache saved has the tail too
+@pytest.mark.parametrize(("must_inject", "computed", "found", "lost", "tail"), [
+    (0, 0, 0, (), None), (64, 0, 64, (), None), (13, 0, 0, (), (0, 0, 13)), (100, 0, 64, (), (0, 64, 100)),
+    (100, 96, 96, (), (32, 96, 100)), (100, 0, 128, (), None),  # what LMCache saved has the tail too
+    (150, 32, 64, range(102, 110), None),  # a whole chunk is missing: all blocks have nothing
 ])  # fmt: skip
-def test_what_lmcache_has_not_behind_the_last_whole_chunk_is_ours_to_write(must_inject, computed, found, tail):
+def test_what_lmcache_has_not_behind_the_last_whole_chunk_is_ours_to_write(must_inject, computed, found, lost, tail):
     whole, request = Whole(CHUNK, BLOCK), _request(must_inject)
     until = whole.owes(request, computed, found)
-    assert until == (None if tail is None else must_inject)
-    whole.allocated(request, _blocks(9), 0 if until is None else until - computed)
-    assert whole.step(set()) == (set(), [] if tail is None else [_tail(*tail)])
+    assert until == (must_inject if lost or tail else None)
+    whole.allocated(request, _blocks(12), 0 if until is None else until - computed)
+    assert whole.step(set()) == ({*lost}, [] if tail is None else [_tail(*tail)])
     assert whole.step(set()) == (set(), [])
-
-
-def test_where_a_whole_chunk_is_missing_all_blocks_have_nothing():
-    whole, request = Whole(CHUNK, BLOCK), _request(150)
-    assert whole.owes(request, 32, 64) == 150
-    whole.allocated(request, _blocks(12), 118)
-    assert whole.step(set()) == ({100 + i for i in range(2, 10)}, [])
 
 
 def test_a_request_that_waits_for_lmcache_is_told_of_twice_and_one_that_loads_nothing_never():
