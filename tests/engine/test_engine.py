@@ -17,7 +17,6 @@ from homes import CHUNK_BYTES
 from inprocess import CHUNK, StockConnector, lmcache_config, lmcache_engine, lmcache_metadata, plugin
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding import get_rope
-from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -30,7 +29,7 @@ from lmcache_cartridge.cli.recall import MODEL_DIR
 from lmcache_cartridge.engine import backend, refusals
 from lmcache_cartridge.engine import describe as engines
 from lmcache_cartridge.engine.backend import CartridgeBackend
-from lmcache_cartridge.engine.contract import CONTROL, NULL_BLOCK
+from lmcache_cartridge.engine.contract import CONTROL
 from lmcache_cartridge.engine.forms import SKIP_SAVING
 from lmcache_cartridge.engine.inject import EngineWriteConnector
 from lmcache_cartridge.errors import UnsupportedEngine, UnsupportedModel
@@ -39,7 +38,6 @@ from lmcache_cartridge.settings import Settings, from_mapping
 
 with quietly():
     from lmcache_cartridge.engine.connector import CartridgeConnector
-    from lmcache_cartridge.engine.mp_connector import CartridgeMPConnector
 
 ROPE = {
     "default": {"rope_theta": 5e5},
@@ -144,16 +142,6 @@ def test_an_engine_that_is_not_safe_is_refused_with_the_way_out(facts, reason):
     """`serve/test_launch.py` has the other rows."""
     with pytest.raises(UnsupportedEngine, match=reason) if reason else nullcontext():
         refusals.check(refusals.ENGINE, _SOUND._replace(**facts))
-
-
-def test_the_block_that_requests_share_is_lost_by_none_of_them(monkeypatch):
-    """Where windows have left positions behind, a request whose KV is lost would end all others with it."""
-    assert NULL_BLOCK == NULL_BLOCK_ID
-    for connector in (CartridgeConnector, CartridgeMPConnector):
-        one, theirs = connector.__new__(connector), connector.__mro__[3]
-        one.failed = {NULL_BLOCK, 5}
-        monkeypatch.setattr(theirs, "get_block_ids_with_load_errors", lambda self: {NULL_BLOCK, 6})
-        assert one.get_block_ids_with_load_errors() == {5, 6}
 
 
 @pytest.mark.parametrize(("may_sleep", "device_chunks"), [(True, 4), (False, 4), (True, 0)])

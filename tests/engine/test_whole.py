@@ -9,9 +9,11 @@ import pytest
 import torch
 from blocks import quietly  # vLLM before LMCache
 
-from lmcache_cartridge.engine.contract import GRANT, TAG
+from lmcache_cartridge.engine.contract import GRANT, NULL_BLOCK, TAG
 
 with quietly():
+    from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
+
     from lmcache_cartridge.engine.whole import InjectsWhole, Tail, Whole
 
 CHUNK, BLOCK = 64, 16
@@ -99,6 +101,7 @@ class _Connector(InjectsWhole, _LMCache):
     "kv", [None, torch.zeros(2, 3, 20, 2, 8), torch.zeros(2, 2, 36, 2, 8)], ids=["gone", "short", "other"]
 )
 def test_where_a_tail_cannot_be_written_its_blocks_are_reported_once_the_request_may_be_ended(kv):
+    assert NULL_BLOCK == NULL_BLOCK_ID, "which all requests have, and none of them loses"
     connector, first = _Connector(kv), Tail("r", "digest", 5, list(range(40, 71)), 1)
     assert connector.run(first) == set(), "vLLM cannot end it yet"
     assert "r" in connector.spoilt
