@@ -64,8 +64,8 @@ class CartridgeConnector(TellsTiers, InjectsWhole, LMCacheConnectorV1):
 
     def _register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         from ..errors import UnsupportedEngine
-        from .backend import CartridgeBackend
-        from .control import own_path
+        from .backend import CartridgeBackend, worker_store
+        from .control import ControlServer
 
         if self._lmcache.engine is None:
             raise UnsupportedEngine(f"LMCache did not start: {self._lmcache.failure}")
@@ -77,10 +77,10 @@ class CartridgeConnector(TellsTiers, InjectsWhole, LMCacheConnectorV1):
             raise UnsupportedEngine(
                 f"LMCache did not load the cartridge plugin: {CartridgeBackend.refusal or self._lmcache.failure or unnamed}"
             )
-        self._check_sleep()
         self._lmcache.ask_first(CartridgeBackend)
-        host.offer(own_path)
-        self.tell_tiers(own_path)
+        control = ControlServer(worker_store).path
+        host.offer(control)
+        self.tell_tiers(control)
 
     def _bind_injector(self, kv_caches: dict[str, torch.Tensor]) -> None:
         from ..memory.layout import ChunkShape
@@ -100,21 +100,6 @@ class CartridgeConnector(TellsTiers, InjectsWhole, LMCacheConnectorV1):
         self.write_tails(lambda tag: worker_store().tail(tag), injector.layers, injector.quantiser, computed)
         quantised = f"/{injector.quantiser.digest}" if injector.quantiser else ""
         self._lmcache.name_layout(injector.layout + quantised)
-
-    def _check_sleep(self) -> None:
-        """Raise `UnsupportedEngine` where vLLM may sleep and there is a device tier.
-
-        vLLM 0.32 has all that is allocated while KV caches are registered in the memory that it frees, the tier's too, and
-        a chunk that is loaded meanwhile would be written there.
-        """
-        from ..errors import UnsupportedEngine
-        from .backend import worker_store
-
-        if self._config.model_config.enable_sleep_mode and worker_store().device:
-            raise UnsupportedEngine(
-                "sleep mode with a device tier, whose memory vLLM frees with its own; set `device_bytes: 0`, or serve without "
-                "sleep mode"
-            )
 
     def shutdown(self) -> None:
         """End LMCache's storage thread. LMCache's own connector does not (vLLM 0.32), and an engine that may take its time

@@ -110,19 +110,5 @@ def fetch_tail(client: ControlClient, tag: str, dtype: torch.dtype) -> torch.Ten
     return None if answer is None else torch.frombuffer(bytearray(answer[1]), dtype=dtype).view(answer[0])
 
 
-_server: ControlServer | None = None
-
-
-def own_path() -> str:
-    """Return the path of the control socket of this process. Raises `UnsupportedEngine` if the plugin is not there."""
-    from .backend import worker_store
-
-    global _server
-    worker_store()
-    if _server is None:
-        _server = ControlServer(worker_store)
-    return _server.path
-
-
 def _places(places: Mapping[str, Sequence[str]]) -> dict[str, Place]:
     return {digest: Place(Path(root), location) for digest, (root, location) in places.items()}

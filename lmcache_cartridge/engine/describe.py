@@ -161,7 +161,11 @@ def describe(config: LMCacheEngineConfig, metadata: LMCacheMetadata, engine: LMC
             f"set, name `{API_PLUGIN}` in it; else install lmcache-cartridge again"
         )
     refusals.check(refusals.LMCACHE, config)
-    parallel = vllm_config.parallel_config
+    parallel, device = vllm_config.parallel_config, injector.device
+    if vllm_config.model_config.enable_sleep_mode and device != "cpu":
+        # vLLM 0.32 has all that is allocated while KV caches are registered in the memory that it frees.
+        logger.warning("cartridges are held in no memory of the device, since sleep mode would free it")
+        device = "cpu"
     is_stage = parallel.pipeline_parallel_size > 1
     layers = own_layers(vllm_config) if is_stage else range(metadata.kv_shape[0])
     return Engine(
@@ -169,15 +173,14 @@ def describe(config: LMCacheEngineConfig, metadata: LMCacheMetadata, engine: LMC
             vllm_config, computed_dtype(vllm_config, metadata.kv_dtype), None if is_stage else layers
         ),
         chunk_tokens=config.chunk_size,
-        rank=parallel.rank % parallel.tensor_parallel_size,
+        rank=parallel.rank % parallel.world_size,
         world=parallel.tensor_parallel_size,
         layout=injector.layout,
         hasher=host_inprocess.hasher(engine),
         pin_memory=torch.cuda.is_available(),
         allow_trained=transfer_of(vllm_config).kv_load_failure_policy == "fail",
-        device=injector.device,
+        device=device,
         layers=layers,
-        worker=parallel.rank % parallel.world_size,
         quantiser=injector.quantiser,
     )
 

@@ -101,11 +101,11 @@ def allow_amx() -> None:
     module("torch.cpu")._init_amx()
 
 
-def offer(path: Callable[[], str]) -> None:
+def offer(path: str) -> None:
     """Have vLLM's worker say where this rank's store answers: at the control socket at `path`."""
     from vllm.v1.worker.worker_base import WorkerBase
 
-    setattr(WorkerBase, CONTROL_METHOD, lambda worker: path())
+    setattr(WorkerBase, CONTROL_METHOD, lambda worker: path)
 
 
 def current_vllm_config() -> VllmConfig:

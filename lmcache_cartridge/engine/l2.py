@@ -172,14 +172,13 @@ class CartridgeL2Adapter(L2AdapterInterface):
         engine = Engine(
             fingerprint=report.fingerprint,
             chunk_tokens=report.chunk_tokens,
-            rank=report.rank % report.tensor_ranks,
-            world=report.tensor_ranks,
+            rank=report.rank,
+            world=report.world // report.stages,
             layout=report.layout,
             hasher=host.server_hasher(report.chunk_tokens),
             pin_memory=False,
             allow_trained=report.allow_trained,
             layers=report.layers and range(*report.layers),
-            worker=report.rank,
             quantiser=report.quantiser,
         )
         store = opened(self._settings, engine)

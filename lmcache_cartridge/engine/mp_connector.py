@@ -101,8 +101,8 @@ class CartridgeMPConnector(TellsTiers, InjectsWhole, LMCacheMPConnector):
                 lambda tag: fetch_tail(store, tag, dtype), [(layers[name], own[name]) for name in names], quantised,
                 computed_dtype(self._config, dtype),
             )  # fmt: skip
-            host.offer(lambda: control)
-            self.tell_tiers(lambda: control)
+            host.offer(control)
+            self.tell_tiers(control)
         except Exception:
             self.shutdown()  # LMCache's threads would keep the failed process, and so the server, hanging
             raise

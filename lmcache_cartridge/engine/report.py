@@ -51,11 +51,6 @@ class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Which layers have blocks of one kind, in the order in which they lie in LMCache's objects; empty where all have."""
 
     @property
-    def tensor_ranks(self) -> int:
-        """Ranks among which the heads of a layer are divided; this one is `rank % tensor_ranks`."""
-        return self.world // self.stages
-
-    @property
     def key(self) -> tuple[str, int]:
         """What LMCache's keys name this rank by: the model and `kv_rank`."""
         return self.model_name, self.world << 24 | self.rank << 16 | self.world << 8 | self.rank

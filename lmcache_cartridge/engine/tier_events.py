@@ -133,14 +133,14 @@ class TellsTiers:
     _store: WorkersStore | None = None
     """In rank 0's worker."""
 
-    def tell_tiers(self, path: Callable[[], str]) -> None:
+    def tell_tiers(self, path: str) -> None:
         """Have the scheduler tell what this worker's store has, which answers at `path`, where vLLM publishes events and the
         settings say so.
         """
         events, parallel = self._config.kv_events_config, self._config.parallel_config
         is_first = parallel.rank % parallel.world_size == 0
         if is_first and events is not None and events.enable_kv_cache_events and from_environment().kv_events:
-            self._store = WorkersStore(path())
+            self._store = WorkersStore(path)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """Return what the scheduler's side should know of this worker."""

@@ -15,7 +15,7 @@ class Engine(NamedTuple):
     fingerprint: Fingerprint
     chunk_tokens: int
     rank: int
-    """Tensor-parallel rank of this process."""
+    """Number of this process among the workers of its engine: `rank % world` is its tensor-parallel rank."""
     world: int
     """Tensor-parallel ranks."""
     layout: str
@@ -28,12 +28,5 @@ class Engine(NamedTuple):
     """Where the device tier is, if there is one."""
     layers: range | None = None
     """Layers of this process's stage under pipeline parallelism; None: all."""
-    worker: int | None = None
-    """Number of this process among the workers of all engines that one server has; None: that of its rank."""
     quantiser: Quantiser | None = None
     """How its layers write their caches where these are quantised; None: as the model computes."""
-
-    @property
-    def number(self) -> int:
-        """What tells this process from the other workers of its server."""
-        return self.rank if self.worker is None else self.worker

@@ -62,7 +62,10 @@ class CartridgeStore:
         Raises `OverBudget` or `RegistryError`. A cartridge that cannot be served is reported by `refused`.
         """
         self.engine, self._settings, self._clock = engine, settings, clock
-        shape, heads = engine.fingerprint, rank_heads(engine.fingerprint.kv_heads, engine.rank, engine.world)
+        shape, heads = (
+            engine.fingerprint,
+            rank_heads(engine.fingerprint.kv_heads, engine.rank % engine.world, engine.world),
+        )
         layers = engine.layers or range(shape.layers)
         dtype = "uint8" if engine.quantiser else shape.dtype
         self.shape = ChunkShape(len(heads), len(layers), engine.chunk_tokens, shape.head_size, dtype, shape.planes)
@@ -323,7 +326,7 @@ class CartridgeStore:
         background, waiting = self._background.claims(), self._waiting()
         started_at = [claim.started_at for claim in self._claims() if claim not in background]
         return {
-            "rank": self.engine.number,
+            "rank": self.engine.rank,
             "chunk_tokens": self.engine.chunk_tokens,
             "served": len(self.names()),
             "refused": len(self.refused()),
