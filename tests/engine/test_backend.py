@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import gc
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -25,11 +29,16 @@ from inprocess import (
 from invariants import check
 from lmcache.utils import CacheEngineKey
 from lmcache.v1.memory_management import MemoryFormat, MemoryObj
+from making import heads_bytes, make_ids
+from waiting import until
 
 from lmcache_cartridge.engine import backend
 from lmcache_cartridge.engine.backend import CartridgeBackend
-from lmcache_cartridge.engine.contract import TAG, TENANT
+from lmcache_cartridge.engine.capture import captured
+from lmcache_cartridge.engine.contract import CAPTURE, TAG, TENANT
+from lmcache_cartridge.engine.host_inprocess import InProcess
 from lmcache_cartridge.engine.lmcache_file import PLUGIN
+from lmcache_cartridge.engine.saving import tenant
 from lmcache_cartridge.memory.store import CartridgeStore
 from lmcache_cartridge.settings import from_mapping
 
@@ -41,10 +50,12 @@ CARTRIDGES = {
 """Cartridges with and without a tail, stored in chunks of the engine's size and of another."""
 CHUNKS = 15
 """Whole chunks of them all."""
+P, BEHIND = 4 * CHUNK, 3 * CHUNK
+"""Positions of the trained one, and tokens of what follows it that make up whole chunks."""
 
 
 class Serving(NamedTuple):
-    """LMCache's engine with the plugin, paged blocks to load into, and the cartridges it serves."""
+    """LMCache's engine with the plugin as our connector sets it up, paged blocks, and the cartridges it serves."""
 
     engine: LMCacheEngine
     blocks: Blocks
@@ -68,6 +79,38 @@ class Serving(NamedTuple):
         cartridge = self.cartridges[name]
         return keys_of(self.engine, cartridge.prompt[: cartridge.whole], configs)
 
+    @property
+    def hot(self) -> dict[Any, Any]:
+        """What LMCache's own CPU cache holds."""
+        return self.engine.storage_manager.local_cpu_backend.hot_cache
+
+    def slots(self, ids: list[int], seed: int = 0) -> torch.Tensor:
+        """Return blocks in an order of no pattern, for each whole chunk of a prompt."""
+        return self.blocks.whole(len(ids) // CHUNK * CHUNK, seed)
+
+    def save(self, ids: list[int], saved: int, configs: dict[str, str]) -> torch.Tensor:
+        """Compute a prompt's whole chunks, save them but the first `saved` tokens, as vLLM's adapter does, and return all KV."""
+        slots = self.slots(ids)
+        kv, mask = self.blocks.noise(len(slots)), torch.ones(len(slots), dtype=torch.bool)
+        self.blocks.write(kv, slots)
+        mask[:saved] = False
+        self.engine.store(
+            ids[: len(slots)], mask=mask, kvcaches=[], slot_mapping=slots, offset=saved, request_configs=configs, req_id="save"
+        )  # fmt: skip
+        return kv
+
+    def hits(self, ids: list[int], configs: dict[str, str]) -> int:
+        """Return how many tokens LMCache promises; what that pins is let go."""
+        promised = look_up(self.engine, ids, "hits", configs)
+        self.engine.lookup_unpin("hits")
+        return promised
+
+    def loaded(self, ids: list[int], configs: dict[str, str]) -> torch.Tensor:
+        """Return the KV of all that LMCache promises, loaded into other slots."""
+        slots, promised = self.slots(ids, seed=7), look_up(self.engine, ids, "load", configs)
+        assert load(self.engine, ids, promised, slots, "load", configs) == promised
+        return self.blocks.kv()[:, :, slots[:promised]]
+
 
 @pytest.fixture(autouse=True)
 def nothing_is_swallowed(caplog):
@@ -77,32 +120,36 @@ def nothing_is_swallowed(caplog):
     assert not caught, "; ".join(str(record.exc_info) for record in caught)
 
 
-@pytest.fixture(scope="module")
-def config():
-    return vllm_config()
-
-
-@pytest.fixture(scope="module")
-def blocks(config):
-    return Blocks(config, 16)
-
-
-@pytest.fixture
-def home(tmp_path):
-    return prepare(tmp_path, CARTRIDGES, 20)
-
-
-@pytest.fixture
-def serving(tmp_path, home, config, blocks):
+@contextmanager
+def _serving(home: Path, cartridges: dict[str, Cartridge], block: int = 32, **options: Any) -> Iterator[Serving]:
     """Memory for all of them twice; at the end nothing may be lent out."""
-    budget = 2 * CHUNKS * blocks.shape(CHUNK).size_bytes
-    given = {"home": tmp_path, "cpu_bytes": budget, "lookup_timeout_s": 20, "plain_prompts": "all"}
-    with lmcache_engine(lmcache_config(from_mapping(given)), config, blocks.connector(CHUNK)) as engine:
-        serving = Serving(engine, blocks, home)
+    config = vllm_config(block_size=block, transfer={"kv_role": "kv_both"})
+    blocks = Blocks(config, 1024 // block)
+    connector, budget = blocks.connector(CHUNK, saves=True), 2 * CHUNKS * blocks.shape(CHUNK).size_bytes
+    given = {"home": home, "cpu_bytes": budget, "lookup_timeout_s": 20, "reload_s": 0, "plain_prompts": "all"}
+    lmcaches = lmcache_config(from_mapping(given), **{"local_cpu": True} | options)
+    with lmcache_engine(lmcaches, config, connector, leaves_threads="local_cpu" in options) as engine:
+        manager = SimpleNamespace(lmcache_engine=engine, _init_failed_reason="")
+        adapter = SimpleNamespace(_manager=manager, load_specs={}, _lmcache_chunk_size=CHUNK)
+        lmcache = InProcess(SimpleNamespace(_lmcache_engine=adapter))
+        lmcache.name_layout(connector.layout)
+        lmcache.ask_first(CartridgeBackend)
+        serving = Serving(engine, blocks, cartridges)
         store = serving.store
         yield serving
         check(store)
         assert store.cpu.stats().lent == 0, "LMCache was left with a memory object"
+
+
+@pytest.fixture
+def cartridges(tmp_path):
+    return prepare(tmp_path, CARTRIDGES, BEHIND + 20)
+
+
+@pytest.fixture
+def serving(tmp_path, cartridges):
+    with _serving(tmp_path, cartridges) as serving:
+        yield serving
 
 
 def _serve(serving: Serving, name: str, cached: int = 0) -> int:
@@ -217,3 +264,51 @@ def test_a_store_that_fails_or_is_closed_is_a_miss_in_the_log_and_never_an_error
     _says_nothing(serving.plugin, keys)
     assert ("the store is broken" in caplog.text) is (error is not None)
     caplog.clear()  # for `nothing_is_swallowed`
+
+
+# Beside what LMCache saves itself.
+
+
+def test_lmcaches_cpu_cache_never_adopts_cartridge_memory(serving):
+    cartridge, store = serving.cartridges["trained"], serving.store
+    ids, configs = cartridge.prompt, cartridge.configs
+    assert torch.equal(serving.loaded(ids, configs), cartridge.made.kv)
+    serving.save(ids, P, configs)
+    keys = keys_of(serving.engine, ids[: P + BEHIND], configs)
+    for key in keys:
+        serving.engine.storage_manager.get(key).ref_count_down()
+    assert [key in serving.hot for key in keys] == [False] * 4 + [True] * 3
+    store.evict(cartridge.made.manifest.digest)
+    assert store.cpu.stats().resident_bytes == 0, "its memory is free"
+
+
+def test_a_remote_place_of_lmcaches_keeps_what_is_computed_and_nothing_of_a_cartridge(tmp_path, cartridges):
+    """It is read by the next server too, if that packs its blocks alike."""
+    where = tmp_path / "elsewhere"
+    where.mkdir()
+    options = {"local_cpu": False, "remote_url": f"fs://localhost:0/{where}", "remote_serde": "naive"}
+    cartridge = cartridges["trained"]
+    ids, configs, kv = cartridge.prompt, cartridge.configs, cartridge.made.kv
+    with _serving(tmp_path, cartridges, **options) as serving:
+        serving.loaded(ids[:P], configs)
+        expected = torch.cat([kv, serving.save(ids, P, configs)[:, :, P:]], dim=2)
+        until(lambda: serving.hits(ids, configs) == P + BEHIND)
+        assert torch.equal(serving.loaded(ids, configs), expected)
+        until(lambda: nothing_is_owed(serving.store))
+    assert len(list(where.rglob("*"))) == BEHIND // CHUNK
+    with _serving(tmp_path, cartridges, **options) as serving:
+        assert torch.equal(serving.loaded(ids, configs), expected)
+    with _serving(tmp_path, cartridges, 64, **options) as serving:
+        assert serving.hits(ids, configs) == P, "blocks of another size are no KV for these"
+
+
+def test_what_was_computed_for_a_name_is_handed_out_under_it_once(serving):
+    ids = make_ids(5 * CHUNK + 1, 9)
+    kv = serving.save(ids, 0, {CAPTURE: "mine"} | tenant("mine"))
+    for chunk in range(5):
+        expected = heads_bytes(kv[:, :, chunk * CHUNK : (chunk + 1) * CHUNK])
+        assert captured("other", ids, chunk) is None
+        assert captured("mine", ids, chunk) == expected
+        assert captured("mine", ids, chunk) is None, "it is let go of"
+    assert captured("mine", ids, 5) is None
+    assert not serving.hot

@@ -1,167 +1,24 @@
-"""LMCache saves KV in-process beside cartridges: the right bytes, for the right tenant, and nothing of a cartridge's own."""
+"""LMCache saves KV in-process for the right tenant, and nothing that rests on what could not be loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from multiprocessing import get_context
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-from blocks import Blocks, vllm_config
-from inprocess import (
-    CHUNK,
-    Cartridge,
-    LMCacheEngine,
-    keys_of,
-    lmcache_config,
-    lmcache_engine,
-    load,
-    look_up,
-    nothing_is_owed,
-    plugin,
-    prepare,
-)
-from making import heads_bytes, make_ids
 from torch import distributed
 from vllm import SamplingParams
 from vllm.distributed import parallel_state
 from vllm.lora.request import LoRARequest
 from vllm.v1.request import Request
-from waiting import until
 
 from lmcache_cartridge.engine import host_inprocess
-from lmcache_cartridge.engine.backend import CartridgeBackend
-from lmcache_cartridge.engine.capture import captured
-from lmcache_cartridge.engine.contract import ADAPTER, CAPTURE, GRANT, TAG, TENANT
-from lmcache_cartridge.engine.host_inprocess import InProcess, over_ranks
+from lmcache_cartridge.engine.contract import ADAPTER, GRANT, TAG, TENANT
+from lmcache_cartridge.engine.host_inprocess import over_ranks
 from lmcache_cartridge.engine.saving import Lost, keep_apart, tenant
-from lmcache_cartridge.settings import from_mapping
-
-P = 4 * CHUNK
-"""Positions of the cartridge."""
-BEHIND = 3 * CHUNK
-"""Tokens of what follows it that make up whole chunks."""
-SAVING = {"local_cpu": True, "max_local_cpu_size": 0.01}
-
-
-class Saving(NamedTuple):
-    """LMCache's engine with the plugin as our connector sets it up, and paged blocks."""
-
-    engine: LMCacheEngine
-    blocks: Blocks
-    cartridge: Cartridge
-
-    @property
-    def hot(self) -> dict[Any, Any]:
-        """What LMCache's own CPU cache holds."""
-        return self.engine.storage_manager.local_cpu_backend.hot_cache
-
-    def slots(self, ids: list[int], seed: int = 0) -> torch.Tensor:
-        """Return blocks in an order of no pattern, for each whole chunk of a prompt."""
-        return self.blocks.whole(len(ids) // CHUNK * CHUNK, seed)
-
-    def save(self, ids: list[int], saved: int, configs: dict[str, str]) -> torch.Tensor:
-        """Compute a prompt's whole chunks, save them but the first `saved` tokens, as vLLM's adapter does, and return all KV."""
-        slots = self.slots(ids)
-        kv, mask = self.blocks.noise(len(slots)), torch.ones(len(slots), dtype=torch.bool)
-        self.blocks.write(kv, slots)
-        mask[:saved] = False
-        self.engine.store(
-            ids[: len(slots)], mask=mask, kvcaches=[], slot_mapping=slots, offset=saved, request_configs=configs, req_id="save"
-        )  # fmt: skip
-        return kv
-
-    def hits(self, ids: list[int], configs: dict[str, str]) -> int:
-        """Return how many tokens LMCache promises; what that pins is let go."""
-        promised = look_up(self.engine, ids, "hits", configs)
-        self.engine.lookup_unpin("hits")
-        return promised
-
-    def loaded(self, ids: list[int], configs: dict[str, str]) -> torch.Tensor:
-        """Return the KV of all that LMCache promises, loaded into other slots."""
-        slots, promised = self.slots(ids, seed=7), look_up(self.engine, ids, "load", configs)
-        assert load(self.engine, ids, promised, slots, "load", configs) == promised
-        return self.blocks.kv()[:, :, slots[:promised]]
-
-
-@pytest.fixture
-def cartridge(tmp_path):
-    return prepare(tmp_path, {"it": {"positions": P, "kind": "trained"}}, BEHIND + 20)["it"]
-
-
-@contextmanager
-def _saving(home: Path, cartridge: Cartridge, block: int = 32, **options: Any) -> Iterator[Saving]:
-    config = vllm_config(block_size=block, transfer={"kv_role": "kv_both"})
-    blocks = Blocks(config, 1024 // block)
-    connector, budget = blocks.connector(CHUNK, saves=True), 8 * blocks.shape(CHUNK).size_bytes
-    given = {"home": home, "cpu_bytes": budget, "lookup_timeout_s": 20, "reload_s": 0, "plain_prompts": "all"}
-    config_ = lmcache_config(from_mapping(given), **SAVING | options)
-    with lmcache_engine(config_, config, connector, leaves_threads="local_cpu" in options) as engine:
-        manager = SimpleNamespace(lmcache_engine=engine, _init_failed_reason="")
-        adapter = SimpleNamespace(_manager=manager, load_specs={}, _lmcache_chunk_size=CHUNK)
-        lmcache = InProcess(SimpleNamespace(_lmcache_engine=adapter))
-        lmcache.name_layout(connector.layout)
-        lmcache.ask_first(CartridgeBackend)
-        yield Saving(engine, blocks, cartridge)
-        assert plugin(engine).store.cpu.stats().lent == 0, "LMCache was left with cartridge memory"
-
-
-@pytest.fixture
-def saving(tmp_path, cartridge):
-    with _saving(tmp_path, cartridge) as saving:
-        yield saving
-
-
-def test_lmcaches_cpu_cache_never_adopts_cartridge_memory(saving):
-    cartridge, store = saving.cartridge, plugin(saving.engine).store
-    ids, configs = cartridge.prompt, cartridge.configs
-    assert torch.equal(saving.loaded(ids, configs), cartridge.made.kv)
-    saving.save(ids, P, configs)
-    keys = keys_of(saving.engine, ids[: P + BEHIND], configs)
-    for key in keys:
-        saving.engine.storage_manager.get(key).ref_count_down()
-    assert [key in saving.hot for key in keys] == [False] * 4 + [True] * 3
-    store.evict(cartridge.made.manifest.digest)
-    assert store.cpu.stats().resident_bytes == 0, "its memory is free"
-
-
-def test_a_remote_place_of_lmcaches_keeps_what_is_computed_and_nothing_of_a_cartridge(tmp_path, cartridge):
-    """It is read by the next server too, if that packs its blocks alike."""
-    where = tmp_path / "elsewhere"
-    where.mkdir()
-    options = {"local_cpu": False, "remote_url": f"fs://localhost:0/{where}", "remote_serde": "naive"}
-    ids, configs, kv = cartridge.prompt, cartridge.configs, cartridge.made.kv
-    with _saving(tmp_path, cartridge, **options) as saving:
-        saving.loaded(ids[:P], configs)
-        expected = torch.cat([kv, saving.save(ids, P, configs)[:, :, P:]], dim=2)
-        until(lambda: saving.hits(ids, configs) == P + BEHIND)
-        assert torch.equal(saving.loaded(ids, configs), expected)
-        until(lambda: nothing_is_owed(plugin(saving.engine).store))
-    assert len(list(where.rglob("*"))) == BEHIND // CHUNK
-    with _saving(tmp_path, cartridge, **options) as saving:
-        assert torch.equal(saving.loaded(ids, configs), expected)
-    with _saving(tmp_path, cartridge, 64, **options) as saving:
-        assert saving.hits(ids, configs) == P, "blocks of another size are no KV for these"
-
-
-def test_what_was_computed_for_a_name_is_handed_out_under_it_once(saving):
-    ids = make_ids(5 * CHUNK + 1, 9)
-    kv = saving.save(ids, 0, {CAPTURE: "mine"} | tenant("mine"))
-    for chunk in range(5):
-        expected = heads_bytes(kv[:, :, chunk * CHUNK : (chunk + 1) * CHUNK])
-        assert captured("other", ids, chunk) is None
-        assert captured("mine", ids, chunk) == expected
-        assert captured("mine", ids, chunk) is None, "it is let go of"
-    assert captured("mine", ids, 5) is None
-    assert not saving.hot
-
-
-# Who is kept apart, and what is not saved.
 
 
 def _request(params: dict[str, Any], salt: str | None = None, adapter: LoRARequest | None = None) -> Request:

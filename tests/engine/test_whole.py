@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from blocks import quietly  # vLLM before LMCache
+from blocks import Blocks, quietly, vllm_config  # vLLM before LMCache
 
 from lmcache_cartridge.engine.contract import GRANT, NULL_BLOCK, TAG
 
@@ -16,7 +16,7 @@ with quietly():
 
     from lmcache_cartridge.engine.whole import InjectsWhole, Tail, Whole
 
-CHUNK, BLOCK = 64, 16
+CHUNK, BLOCK = 64, 32
 
 
 def _request(must_inject: int) -> Any:
@@ -36,7 +36,7 @@ def _tail(skip: int, first: int, last: int, turn: int = 0) -> Tail:
 @pytest.mark.parametrize(("must_inject", "computed", "found", "lost", "tail"), [
     (0, 0, 0, (), None), (64, 0, 64, (), None), (13, 0, 0, (), (0, 0, 13)), (100, 0, 64, (), (0, 64, 100)),
     (100, 96, 96, (), (32, 96, 100)), (100, 0, 128, (), None),  # what LMCache saved has the tail too
-    (150, 32, 64, range(102, 110), None),  # a whole chunk is missing: all blocks have nothing
+    (150, 32, 64, range(101, 105), None),  # a whole chunk is missing: all blocks have nothing
 ])  # fmt: skip
 def test_what_lmcache_has_not_behind_the_last_whole_chunk_is_ours_to_write(must_inject, computed, found, lost, tail):
     whole, request = Whole(CHUNK, BLOCK), _request(must_inject)
@@ -75,18 +75,9 @@ class _LMCache:
 
 class _Connector(InjectsWhole, _LMCache):
     def __init__(self, kv: torch.Tensor | None) -> None:
-        self.kv, self.whole = kv, Whole(CHUNK, BLOCK)
-        self.caches = [torch.zeros(9, 2, BLOCK, 16) for layer in range(3)]
-
-        def op(layer: Any, keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
-            cache[slots // BLOCK, :, slots % BLOCK] = torch.cat([keys, values], -1)
-
-        layer = SimpleNamespace(impl=SimpleNamespace(do_kv_cache_update=op))
-        self.write_tails(lambda tag: self.kv, [(layer, cache) for cache in self.caches], None, torch.float32)
-
-    def rows(self) -> torch.Tensor:
-        """Return K beside V of every slot, `[L, slots, H, 2 * D]`."""
-        return torch.stack(self.caches).transpose(2, 3).flatten(1, 2)
+        self.kv, self.whole, self.blocks = kv, Whole(CHUNK, BLOCK), Blocks(vllm_config(), 9)
+        layers = [(self.blocks.layers[name], cache) for name, cache in self.blocks.caches.items()]
+        self.write_tails(lambda tag: self.kv, layers, None, torch.bfloat16)
 
     def run(self, *tails: Tail) -> set[int]:
         """Run a step and return the blocks that failed."""
@@ -97,17 +88,17 @@ class _Connector(InjectsWhole, _LMCache):
         return self.get_block_ids_with_load_errors() - {3}
 
 
-@pytest.mark.parametrize(
-    "kv", [None, torch.zeros(2, 3, 20, 2, 8), torch.zeros(2, 2, 36, 2, 8)], ids=["gone", "short", "other"]
-)
-def test_where_a_tail_cannot_be_written_its_blocks_are_reported_once_the_request_may_be_ended(kv):
+@pytest.mark.parametrize("shape", [None, (2, 3, 20, 2, 64), (2, 2, 36, 2, 64)], ids=["gone", "short", "other"])
+def test_where_a_tail_cannot_be_written_its_blocks_are_reported_once_the_request_may_be_ended(shape):
     assert NULL_BLOCK == NULL_BLOCK_ID, "which all requests have, and none of them loses"
-    connector, first = _Connector(kv), Tail("r", "digest", 5, list(range(40, 71)), 1)
+    connector = _Connector(shape and torch.zeros(shape, dtype=torch.bfloat16))
+    first = Tail("r", "digest", 5, list(range(40, 71)), 1)
     assert connector.run(first) == set(), "vLLM cannot end it yet"
     assert "r" in connector.spoilt
     again = first._replace(turn=2)
-    assert connector.run(again) == {2, 4}
-    connector.kv, expected = torch.randn(2, 3, 36, 2, 8), torch.zeros_like(connector.rows())
+    assert connector.run(again) == {1, 2}
+    blocks = connector.blocks
+    connector.kv, expected = blocks.noise(36), blocks.kv()
     assert connector.run(again) == set(), "the second time it is there"
-    expected[:, 40:71] = torch.cat(list(connector.kv[:, :, 5:]), -1)
-    assert torch.equal(connector.rows(), expected), "every layer has it, and nothing else was written"
+    expected[:, :, 40:71] = connector.kv[:, :, 5:]
+    assert torch.equal(blocks.kv(), expected), "every layer has it, and nothing else was written"
