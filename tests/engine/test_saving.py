@@ -41,7 +41,7 @@ def test_an_adapter_that_was_loaded_in_place_finds_nothing_but_within_one_reques
 @pytest.mark.parametrize(
     ("salt", "params", "own"),
     [
-        (None, {}, None), ("a", {TENANT: "b"}, "a"), (None, {TENANT: "b"}, None),
+        ("a", {TENANT: "b"}, "a"), (None, {TENANT: "b"}, None),
         ("made by the server", {TAG: "x", GRANT: {"must_inject": 0, "salt": "a"}}, "a"),
         ("made by the server", {TAG: "x", GRANT: {"must_inject": 0, "salt": None}}, None),
         ("a", {"lmcache.tag.own": "x"}, "a"),
