@@ -70,7 +70,6 @@ CARTRIDGES = {
     "other": {"positions": 3 * CHUNK, "chunk_tokens": 256, "seed": 5},
     "trained": {"positions": 3 * CHUNK, "kind": "trained", "seed": 7},
 }
-WHOLE = {"doc": 4, "other": 3, "trained": 3}
 FINGERPRINT = make_fingerprint(pairing="half")
 
 
@@ -90,12 +89,10 @@ class Home(homes.Home):
         for name, form in CARTRIDGES.items():
             self.make(name, fingerprint=FINGERPRINT, **form)
 
-    def ids(self, name: str) -> list[int]:
-        return load_token_ids(self.made[name].manifest, self.root(name)).tolist()
-
     def prompt(self, name: str) -> list[int]:
-        """Return a cartridge's ids and a question of two chunks."""
-        return self.ids(name)[: WHOLE[name] * CHUNK] + make_ids(2 * CHUNK, 99)
+        """Return the ids of a cartridge's whole chunks and a question of two chunks."""
+        ids = load_token_ids(self.made[name].manifest, self.root(name)).tolist()
+        return ids[: len(ids) // CHUNK * CHUNK] + make_ids(2 * CHUNK, 99)
 
     def digest(self, name: str) -> str:
         return self.made[name].manifest.digest
@@ -348,7 +345,7 @@ def test_a_claim_that_cannot_be_kept_is_refused_with_the_reason(home, report, ch
             assert server.ask(name, tag_salt(home.digest(name))) == server.ask(name) == 0
         else:
             assert server.ask("doc") == 0, "LMCache reserves all of a prefix or nothing"
-            assert server.ask(home.ids("doc")[:CHUNK]) == 1
+            assert server.ask(home.prompt("doc")[:CHUNK]) == 1
         assert server.cpu()["leased"] == 0
 
 
