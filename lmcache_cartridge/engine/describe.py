@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.lmcache_cartridge.describe")
 
-_NAME = re.compile(r"_dp(\d+)$")
+_NAME = re.compile(r"_dp\d+$")
 """What vLLM's name of an engine ends in under data parallelism."""
 
 

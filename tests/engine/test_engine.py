@@ -95,22 +95,22 @@ def _sliding(window: int) -> SlidingWindowSpec:
             {"gives_up_blocks": True, "recomputes": True}),
         (lambda: vllm_config(transfer={"kv_role": "kv_both"}, kv_cache_dtype="fp8", kv_cache_dtype_skip_layers=["0"]),
             [FullAttentionSpec(**_BLOCKS), _sliding(2048)],
-            {"saves": True, "role": "kv_both", "cache_dtype": "fp8", "skips_layers": ["0"], "groups": 2}),
+            {"saves": True, "role": "kv_both", "cache_dtype": "fp8", "skips_layers": ["0"]}),
         (lambda: _changed(kv_connector="MultiConnector", prefill_context_parallel_size=2, method="eagle", enable_sleep_mode=True),
-            [], {"connector": "MultiConnector", "split": 2, "speculation": "eagle", "may_sleep": True, "groups": 0}),
+            [], {"connector": "MultiConnector", "split": 2, "speculation": "eagle", "may_sleep": True}),
         (lambda: _changed(vllm_config(tensor_parallel_size=4, decode_context_parallel_size=2), data_parallel_index=1), [],
-            {"engines": 2, "split": 2, "groups": 0}),
+            {"engines": 2, "split": 2}),
         (lambda: vllm_config(pipeline_parallel_size=2, transfer={"engine_id": "8c7d_dp0"}), [],
-            {"engines": 2, "stages": 2, "groups": 0}),
+            {"engines": 2, "stages": 2}),
         (lambda: _changed(vllm_config(transfer={"kv_connector_extra_config": _BESIDE}), data_parallel_size=3), [],
-            {"in_process": False, "engines": 3, "extra": _BESIDE, "groups": 0}),
+            {"in_process": False, "engines": 3, "extra": _BESIDE}),
     ],
 )  # fmt: skip
 def test_what_vllm_is_configured_for_is_what_it_is_refused_by(make, specs, expected):
     """`specs` are those of its groups of layers."""
     groups = [KVCacheGroupSpec([f"model.layers.{n}.self_attn.attn"], spec) for n, spec in enumerate(specs)]
     cached = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=groups)
-    assert engines.facts_of(make(), cached) == _SOUND._replace(**expected)
+    assert engines.facts_of(make(), cached) == _SOUND._replace(groups=len(specs), **expected)
 
 
 @pytest.mark.parametrize(("extra", "saves"), [({}, False), (_BESIDE, True)])
