@@ -103,7 +103,7 @@ def opened(settings: Settings, engine: Engine) -> CartridgeStore:
     chunk_bytes, tokens, budget = store.shape.size_bytes, engine.chunk_tokens, settings.cpu_bytes
     logger.info(
         "serving %d cartridges (%s) from %s: the cpu tier of %.2f GiB holds %d tokens of this model, chunks are %d tokens of %d "
-        "bytes, rank %d, %s", len(store.names()), ", ".join(store.names()[:8]), settings.home, budget / (1 << 30),
-        budget // chunk_bytes * tokens, tokens, chunk_bytes, engine.rank, engine.layout,
+        "bytes, rank %d of %d, %s", len(store.names()), ", ".join(store.names()[:8]), settings.home, budget / (1 << 30),
+        budget // chunk_bytes * tokens, tokens, chunk_bytes, engine.rank % engine.world, engine.world, engine.layout,
     )  # fmt: skip
     return store
