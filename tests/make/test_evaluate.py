@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable
-from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
-from commands import Cli, Ran
-from lessons import MODEL, School, questions_on, school
+from commands import Cli
 from making import make_artifact
-from recall.ward import ask
+from recall.ward import ask, write_document
 from routers import Reply, Request, Stub
 from serving import serving
+from wards import MODEL
 
-from lmcache_cartridge.artifact.manifest import Provenance
 from lmcache_cartridge.errors import SourceError
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make.ask import WAYS
 from lmcache_cartridge.make.evaluate import Answer, report, rows
-from lmcache_cartridge.make.questions import Question, save
+from lmcache_cartridge.make.questions import Question, read, save
 from lmcache_cartridge.make.server import PROMPT, Server, read_score
 from lmcache_cartridge.make.train.initial import prefilled
 from lmcache_cartridge.make.write import write_trained
@@ -30,67 +28,59 @@ from lmcache_cartridge.settings import from_mapping
 CHUNK = 16
 
 
-class Home(NamedTuple):
-    """A home with a trained cartridge whose KV is that of the document's head, and questions on the document."""
-
-    path: Path
-    school: School
-    questions: Path
-
-
 @pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    """Beside those `poison`, a prefilled cartridge of the document whose KV is nothing: injected, it would ruin every answer."""
-    path, made = tmp_path_factory.mktemp("home"), school(tokens=150)
-    kv, positions = prefilled(made.model, made.ids), len(made.ids) // 2 // CHUNK * CHUNK
-    registry, roots = Registry(path / "registry.sqlite"), path / "cartridges"
-    for name, document in (("half", made.ids), ("bare", None)):
+def home(model, tmp_path_factory):
+    """One with questions on a document, and `half`, a trained cartridge of the KV of its first half; `bare` is the same without the
+    document, and `poison` a prefilled one of the document whose KV is nothing: injected, it would ruin every answer."""
+    home, document = tmp_path_factory.mktemp("home"), write_document(random.Random("school"), 150)
+    ids = model.encode(document.text, special=True)
+    kv, positions = prefilled(model, ids), len(ids) // 2 // CHUNK * CHUNK
+    registry, roots = Registry(home / "registry.sqlite"), home / "cartridges"
+    for name, carried in (("half", ids), ("bare", None)):
         write_trained(
-            made.model, kv[:, :, :positions], roots / name, Provenance(tool="test", created="2026-01-01T00:00:00Z"),
-            cartridge_id=name, version=1, chunk_tokens=CHUNK, document_ids=document,
+            model, kv[:, :, :positions], roots / name, model.provenance("test"),
+            cartridge_id=name, version=1, chunk_tokens=CHUNK, document_ids=carried,
         )  # fmt: skip
-    make_artifact(roots / "poison", positions=len(made.ids), cartridge_id="poison", fingerprint=made.model.fingerprint,
-                  token_ids=made.ids, kv=torch.zeros_like(kv, dtype=torch.bfloat16))  # fmt: skip
+    make_artifact(roots / "poison", positions=len(ids), cartridge_id="poison", fingerprint=model.fingerprint,
+                  token_ids=ids, kv=torch.zeros_like(kv, dtype=torch.bfloat16))  # fmt: skip
     for name in ("half", "bare", "poison"):
         registry.register(roots / name)
-    (path / "sheet.txt").write_text(made.document.text)
-    facts = made.document.facts
-    save([Question(ask(f, 0).removeprefix("Q: ").removesuffix(" A:"), f.value) for f in facts], path / "q.jsonl")
-    return Home(path, made, path / "q.jsonl")
+    (home / "sheet.txt").write_text(document.text)
+    asked = [Question(ask(f, 0).removeprefix("Q: ").removesuffix(" A:"), f.value) for f in document.facts]
+    save(asked, home / "q.jsonl")
+    return home
 
 
 @pytest.fixture(scope="module")
 def server(home):
     """A vLLM server with the cartridges of the home."""
-    settings = from_mapping({"home": home.path, "cpu_bytes": 64 << 20})
-    with serving(settings, home.path / "server.log", chunk_tokens=CHUNK, on_load_failure="fail") as client:
+    settings = from_mapping({"home": home, "cpu_bytes": 64 << 20})
+    with serving(settings, home / "server.log", chunk_tokens=CHUNK, on_load_failure="fail") as client:
         yield client.url
 
 
 @pytest.fixture
-def evaluate(home):
-    def run(name: str, *words: object) -> Ran:
-        return Cli(home.path)("evaluate", name, "--questions", home.questions, *words)
+def exact(home):
+    """Return the share of exact answers each way."""
+
+    def run(name: str, *words: object) -> dict[str, float]:
+        found = Cli(home).json("evaluate", name, "--questions", home / "q.jsonl", *words)
+        return {way: one["exact"] for way, one in found["ways"].items()}
 
     return run
-
-
-def _exact(ran: Ran) -> dict[str, float]:
-    assert ran.status == 0, ran.err
-    return {way: found["exact"] for way, found in json.loads(ran.out)["ways"].items()}
 
 
 # Three ways.
 
 
-def test_the_model_here_and_a_real_server_give_the_same_answers(home, evaluate, server, tmp_path):
+def test_the_model_here_and_a_real_server_give_the_same_answers(exact, server, tmp_path):
     answers = []
     for name, where in (("server", ("--url", server)), ("here", ("--model", MODEL))):
-        exact = _exact(evaluate("half", *where, "--format", "json", "--output", tmp_path / name))
-        assert list(exact) == list(WAYS)
-        assert exact["no prefix"] <= 0.25, "chance is 0.05; more would say that answers leak"
-        assert exact["document"] >= 0.95
-        assert 0.4 <= exact["cartridge"] <= 0.8, "what its half knows"
+        found = exact("half", *where, "--output", tmp_path / name)
+        assert list(found) == list(WAYS)
+        assert found["no prefix"] <= 0.25, "chance is 0.05; more would say that answers leak"
+        assert found["document"] >= 0.95
+        assert 0.4 <= found["cartridge"] <= 0.8, "what its half knows"
         answers.append(json.loads((tmp_path / name / "evaluation.json").read_text())["answers"])
     for way in WAYS:
         pairs = list(zip(*(of[way] for of in answers), strict=True))
@@ -98,35 +88,29 @@ def test_the_model_here_and_a_real_server_give_the_same_answers(home, evaluate, 
         assert len(different) <= (0 if way == "document" else len(pairs) // 4), "only guesses may round otherwise"
 
 
-def test_the_document_is_computed_though_the_server_has_a_cartridge_of_it(home, evaluate, server):
-    exact = _exact(evaluate("poison", "--url", server, "--format", "json"))
-    assert exact["cartridge"] <= 0.25, "it is there, and injected when named"
-    assert exact["document"] == 1.0
+def test_the_document_is_computed_though_the_server_has_a_cartridge_of_it(exact, server):
+    found = exact("poison", "--url", server)
+    assert found["cartridge"] <= 0.25, "it is there, and injected when named"
+    assert found["document"] == 1.0
 
 
-def test_a_document_given_as_text_is_the_one_the_cartridge_carries(home, evaluate, server):
-    text = ("--document", home.path / "sheet.txt", "--format", "json")
+def test_a_document_given_as_text_is_the_one_the_cartridge_carries(home, exact, server):
     for where in (("--model", MODEL), ("--url", server)):
-        assert _exact(evaluate("bare", *where, *text))["document"] == 1.0
+        assert exact("bare", *where, "--document", home / "sheet.txt")["document"] == 1.0
 
 
 # What is told.
 
 
 def test_what_carries_no_document_wants_it(home):
-    told = Cli(home.path).refused("evaluate", "bare", "--questions", home.questions, "--model", MODEL)
+    told = Cli(home).refused("evaluate", "bare", "--questions", home / "q.jsonl", "--model", MODEL)
     assert "bare@1 carries no text of its document; give --document" in told
 
 
-def test_a_question_without_an_answer_is_compared_with_what_the_document_says(home, evaluate, tmp_path):
-    asked = questions_on(home.school.document)
-    save([question._replace(answer=None) for question in asked], tmp_path / "open.jsonl")
-    save(asked, tmp_path / "given.jsonl")
-    given, compared = (
-        _exact(evaluate("half", "--model", MODEL, "--questions", tmp_path / f"{name}.jsonl", "--format", "json"))
-        for name in ("given", "open")
-    )
-    assert given["document"] == compared["document"] == 1.0 and given == compared
+def test_a_question_without_an_answer_is_compared_with_what_the_document_says(home, exact, tmp_path):
+    save([question._replace(answer=None) for question in read(home / "q.jsonl")], tmp_path / "open.jsonl")
+    found = exact("half", "--model", MODEL, "--questions", tmp_path / "open.jsonl")
+    assert found["document"] == 1.0 and 0.4 <= found["cartridge"] <= 0.8
 
 
 LONG = "one two three four five six seven eight nine ten"
