@@ -35,11 +35,11 @@ class School(NamedTuple):
     """Every fact in a wording that is never trained on."""
 
 
-def school(seed: str = "school", tokens: int = 120) -> School:
+def school() -> School:
     """Return a sheet with its lesson."""
     model = CausalModel(MODEL)
     model.model.float()
-    document = write_document(random.Random(seed), tokens)
+    document = write_document(random.Random("school"), 120)
     ids = model.encode(document.text, special=True)
     questions, kv = questions_on(document), prefilled(model, ids)
     made = lesson.prepare(model, ids, questions, kv, form="chat", top_k=0, answer_tokens=4)
