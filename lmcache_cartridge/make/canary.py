@@ -218,10 +218,10 @@ def _apart(model: CausalModel, kv: torch.Tensor, asked: Sequence[Asked]) -> list
 
 
 def _in_fp8(model: CausalModel, kv: torch.Tensor, asked: Sequence[Asked]) -> list[Asked]:
-    """Return the questions with what is made of their answers by fp8 as the coarsest engine writes it."""
+    """Return the questions with what is made of their answers by fp8, the most of all ways in which engines write it."""
     most = [0.0] * len(asked)
-    for dtype in FP8:  # the first has fewer small numbers, the second fewer digits
-        for n, (each, logprobs) in enumerate(zip(asked, _logprobs(model, cut_off(kv, dtype), asked), strict=True)):
+    for written in in_fp8(kv):
+        for n, (each, logprobs) in enumerate(zip(asked, _logprobs(model, written, asked), strict=True)):
             best = logprobs.topk(min(2 * TOP, logprobs.shape[1]))
             tokens = best.indices.tolist()
             listed = [dict(zip(*row, strict=True)) for row in zip(tokens, best.values.tolist(), strict=True)]
@@ -229,13 +229,17 @@ def _in_fp8(model: CausalModel, kv: torch.Tensor, asked: Sequence[Asked]) -> lis
     return [msgspec.structs.replace(each, fp8=round(n, 4)) for each, n in zip(asked, most, strict=True)]
 
 
-def cut_off(kv: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return KV as an fp8 `dtype` with scale 1 has it where numbers are cut off towards 0, as vLLM 0.32 does on CPU."""
-    numbers, largest = kv.float(), torch.finfo(dtype).max
-    nearest = numbers.clamp(-largest, largest).to(dtype)
-    # The bits of an fp8 number without its sign grow with it.
-    above = (nearest.float().abs() > numbers.abs()).to(torch.uint8)
-    return (nearest.view(torch.uint8) - above).view(dtype).to(kv.dtype)
+def in_fp8(kv: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield KV as engines have it in fp8 with scale 1: of each dtype the nearest number, as GPUs write it, and the one that is left
+    where digits are cut off, as vLLM 0.32 does on CPU."""
+    numbers = kv.float()
+    for dtype in FP8:  # the first has fewer small numbers, the second fewer digits
+        largest = torch.finfo(dtype).max
+        nearest = numbers.clamp(-largest, largest).to(dtype)
+        yield nearest.to(kv.dtype)
+        # The bits of an fp8 number without its sign grow with it.
+        above = (nearest.float().abs() > numbers.abs()).to(torch.uint8)
+        yield (nearest.view(torch.uint8) - above).view(dtype).to(kv.dtype)
 
 
 def _damages(kv: torch.Tensor, chunk_tokens: int) -> Iterator[torch.Tensor]:
