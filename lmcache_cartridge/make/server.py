@@ -47,7 +47,7 @@ _GREEDY = {
 """With what the model's generation config may have set otherwise."""
 _WAIT_S = 120.0
 """How long a cartridge may take to be in memory and tried, where the server says when to ask again."""
-_USED = re.compile(r"([^;,\s]+);positions=(\d+);injected=(\d+)")
+_USED = re.compile(r"([^;,\s]+);positions=(\d+);injected=(\d+)(?:;cached=(\d+))?")
 _LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=3600)
 """A caller has as many connections as it has threads, and keeps them: httpx's own 100, 20 and 5 s would be waited for."""
 _SCORE = re.compile(r"\D*?(?<!-)([0-5])(?:\.0+)?(?:\s*(?:/|out of)\s*5)?\D*", re.DOTALL)
@@ -59,6 +59,8 @@ class Used(NamedTuple):
     name: str
     positions: int
     injected: int
+    cached: int
+    """Positions that vLLM had in its prefix cache."""
 
 
 class Reply(NamedTuple):
@@ -244,7 +246,7 @@ def _read_key(variable: str) -> str:
 
 def _read(response: httpx.Response) -> Reply:
     header = response.headers.get("x-cartridges")
-    used = tuple(Used(name, int(p), int(injected)) for name, p, injected in _USED.findall(header or ""))
+    used = tuple(Used(name, *(int(n or 0) for n in numbers)) for name, *numbers in _USED.findall(header or ""))
     if not response.is_success:
         return Reply(response.status_code, response.text[:300], used=used, header=header)
     try:

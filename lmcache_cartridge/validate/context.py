@@ -149,19 +149,20 @@ class Context:
         return self.like(one.name, given, expected or self.dense(one, question), self.bound(one, question))
 
     def like(self, name: str, given: Reply, expected: Reply, bound: float) -> Judged:
-        """Return how far an answer is from the one expected; the check fails where noise does not explain it.
-
-        Where the cache is fp8 it is not made: computed in fp8, a document is further from its cartridge than noise.
-        """
+        """Return how far an answer is from the one expected; the check fails where noise does not explain it."""
         found = compare_logprobs(expected, given)
         if not found.within(bound):
-            if self.client.caches_in_fp8():
-                unchecked(f"a KV cache in fp8 rounds more than is known here; `validate {name}` asks what is known")
+            self.unless_in_fp8(name)
             wrong(
                 f"the answer with {name} is not that of its dense prompt: logprobs differ by {found.mean:.3g} on "
                 f"average, of which {bound:.2g} may be noise"
             )
         return Judged(found, bound)
+
+    def unless_in_fp8(self, name: str) -> None:
+        """End the check, not made, where the cache is fp8: what is computed there is further from the exact than noise."""
+        if self.client.caches_in_fp8():
+            unchecked(f"a KV cache in fp8 rounds more than is known here; `validate {name}` asks what is known")
 
     def alive(self, when: str) -> None:
         """See that the server says that it is well."""
@@ -170,7 +171,7 @@ class Context:
 
 
 def used_as(name: str, given: Reply, *, whole: int | None = None) -> None:
-    """See that an answer came with this cartridge, injected: so many positions where `whole` says."""
+    """See that an answer came with this cartridge, so many positions where `whole` says: injected, or had by vLLM already."""
     if given.status != 200:
         wrong(f"a request with {name} was answered {given.status}: {given.message[:160]}")
     if given.header is None:
@@ -180,8 +181,8 @@ def used_as(name: str, given: Reply, *, whole: int | None = None) -> None:
     if [each.name for each in given.used] != [name]:
         wrong(f"a request with {name} was answered with {given.header!r}")
     [used] = given.used
-    if used.injected == 0 or (whole is not None and used.injected < whole):
-        wrong(f"of {name} {used.injected} positions were injected, not {whole or 'any'}: the server computed the rest")
+    if (had := used.injected + used.cached) == 0 or (whole is not None and had < whole):
+        wrong(f"of {name} {had} positions were injected, not {whole or 'any'}: the server computed the rest")
 
 
 def summary(found: Sequence[Judged]) -> str:

@@ -136,6 +136,8 @@ class Stub(routers.Stub):
         cached = sum(sizes[name] for name in names)
         reply = {"choices": [{"logprobs": logged}], "usage": {"prompt_tokens_details": {"cached_tokens": cached}}}
         part = "{0};positions={1};injected=" + ("0" if self.fault == "computes it" else "{1}")
+        if "cache_salt" not in body and self.fault != "computes it":  # then vLLM has most of it already
+            part = "{0};positions={1};injected=0;cached={1}"
         header = ", ".join(part.format(name, sizes[name]) for name in names)
         return Reply(200, {"X-Cartridges": header} if names and self.fault != "no header" else {}, reply)
 
