@@ -1,8 +1,8 @@
 """Time to first token on a real vLLM server: dense prefill, vLLM's prefix cache, LMCache's own cache, and cartridges.
 
-    python benchmarks/ttft.py [--full] [--positions 256,1024,4096,16384] [--concurrency 1,4,16]
+    python benchmarks/ttft.py [--full] [--positions 256,1024,4096,16384] [--concurrency 1,4,16] [--shape Qwen2.5-7B]
 
-A model with random weights in the shape of Qwen2.5-0.5B is made once (nothing is downloaded), and for each p a cartridge of
+A model with random weights in the shape of Qwen2.5-0.5B (another by --shape) is made once (nothing is downloaded), and for each p a cartridge of
 random KV: times do not depend on what the numbers are. One stock server, asked by the stock OpenAI client with a question
 of 32 tokens after p others; every answer has 16 tokens. A second server runs beside it in multiprocess mode, with LMCache's
 server beside that. The ways, in turns:
@@ -43,6 +43,7 @@ from wards import Asker
 
 from lmcache_cartridge.artifact.model import Fingerprint
 from lmcache_cartridge.library.registry import Registry
+from lmcache_cartridge.serve.launch import on_cpu
 from lmcache_cartridge.settings import Settings, from_mapping
 
 MEASURES = ["artifact", "library", "sources", "memory", "engine", "serve"]
@@ -52,7 +53,7 @@ ANSWER = 16
 SMALL = 1024
 """The largest p that is computed for several requests at once, but for `--full`."""
 
-SETTLE_S = 2.0
+SETTLE_S = 2.0 if len(os.sched_getaffinity(0)) < 8 else 0.2
 """Pause before a request to the other server, and before one that loads. For a second after each request vLLM's workers wait
 for more in a loop, which keeps a core and their Python interpreter from what loads."""
 
@@ -121,7 +122,8 @@ def make_model(root: Path, shape: Shape) -> Path:
     root.mkdir(parents=True, exist_ok=True)
     (root / "config.json").write_text(json.dumps(shape.config()))
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(root), dtype=torch.bfloat16)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(root), dtype=torch.bfloat16)
     model.save_pretrained(root)
     words = {"<s>": 0, "</s>": 1, **{f"w{i}": i for i in range(2, shape.vocabulary)}}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w2"))
@@ -233,10 +235,11 @@ class Plan(NamedTuple):
     def samples(self, way: str, p: int, c: int) -> int:
         """Return how many samples this cell gets; none where it would take too long."""
         source = WAYS[way].source
-        if c > 1 and p > SMALL and not self.full and source in ("nowhere", "lmcache"):
+        most = SMALL if on_cpu() else 4 * SMALL
+        if c > 1 and p > most and not self.full and (source == "lmcache" or source == "nowhere" and on_cpu()):
             return 0
         if source == "nowhere":
-            return self.repeat if p * c <= SMALL else 1 if p * c > 4096 else 2
+            return self.repeat if p * c <= SMALL or not on_cpu() else 1 if p * c > 4096 else 2
         return max(2, self.repeat // (2 if c > 1 else 1))
 
 
@@ -299,6 +302,7 @@ def started(model: Path, settings: Settings, log: Path, plan: Plan, token_bytes:
         "bfloat16",
         "--kv-cache-memory-bytes",
         str(blocks_bytes),
+        *([] if on_cpu() else ["--gpu-memory-utilization", "0.4", "--no-enforce-eager"]),  # two servers on one GPU
     ]
     environment = {"HF_HUB_OFFLINE": "1", "VLLM_SERVER_DEV_MODE": "1"}  # the latter for /reset_prefix_cache
     return serving(
@@ -339,13 +343,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     bench.parser.add_argument("--positions", type=numbers, help="values of p, multiples of 256")
     bench.parser.add_argument("--concurrency", type=numbers, default=[1, 4, 16])
     bench.parser.add_argument("--repeat", type=int, help="samples of each way but dense")
+    bench.parser.add_argument("--shape", choices=SHAPES, default="Qwen2.5-0.5B", help="of the model")
+    bench.parser.add_argument("--model", type=Path, help="where the model is, or is made and kept")
     options = bench.start(arguments)
-    plan, shape = make_plan(options), TINY if options.smoke else SHAPES["Qwen2.5-0.5B"]
+    plan, shape = make_plan(options), TINY if options.smoke else SHAPES[options.shape]
     with contextlib.ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cartridge-ttft-")))
         os.environ["OMP_NUM_THREADS"] = str(len(os.sched_getaffinity(0)))
         report.say(f"making the model ({shape.name}) and cartridges of {plan.positions} positions")
-        model = make_model(scratch / "model", shape)
+        model = make_model(options.model or scratch / "model", shape)
         settings = from_mapping(
             {
                 "home": scratch / "home", "disk_dir": scratch / "cache", "admin": True, "ready_timeout_s": 600,

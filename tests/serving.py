@@ -16,7 +16,7 @@ from lmcache_cartridge.cli.recall import SHEETS_DIR
 from lmcache_cartridge.library.registry import Registry
 from lmcache_cartridge.make.model import CausalModel
 from lmcache_cartridge.make.prefill import build
-from lmcache_cartridge.serve.launch import Launch, plan
+from lmcache_cartridge.serve.launch import Launch, on_cpu, plan
 from lmcache_cartridge.serve.processes import SMALL, ServerProcess
 from lmcache_cartridge.settings import Settings
 
@@ -33,7 +33,10 @@ def ask_lmcache(launch: Launch, method: str, path: str) -> httpx.Response:
     return httpx.request(method, f"http://127.0.0.1:{port}{path}", timeout=60).raise_for_status()
 
 
-SERVER_ARGS = ["--max-model-len", "8192", "--enforce-eager", "--kv-cache-memory-bytes", str(128 << 20)]
+SERVER_ARGS = [
+    "--max-model-len", "8192", "--enforce-eager", "--kv-cache-memory-bytes", str(128 << 20),
+    *([] if on_cpu() else ["--gpu-memory-utilization", "0.05"]),  # which must be free, though not that much is used
+]  # fmt: skip
 
 
 def stored_kv(root: Path) -> torch.Tensor:
