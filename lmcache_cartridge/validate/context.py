@@ -148,21 +148,20 @@ class Context:
         used_as(one.name, given, whole=one.whole)
         return self.like(one.name, given, expected or self.dense(one, question), self.bound(one, question))
 
-    def like(self, name: str, given: Reply, expected: Reply, bound: float) -> Judged:
-        """Return how far an answer is from the one expected; the check fails where noise does not explain it."""
+    def like(
+        self, name: str, given: Reply, expected: Reply, bound: float, problem: str = "is not that of its dense prompt"
+    ) -> Judged:  # fmt: skip
+        """Return how far an answer is from the one expected; the check fails where noise does not explain it.
+
+        Where the cache is fp8 it is not made: what is computed there is further from the exact than noise.
+        """
         found = compare_logprobs(expected, given)
         if not found.within(bound):
-            self.unless_in_fp8(name)
-            wrong(
-                f"the answer with {name} is not that of its dense prompt: logprobs differ by {found.mean:.3g} on "
-                f"average, of which {bound:.2g} may be noise"
-            )
+            if self.client.caches_in_fp8():
+                unchecked(f"a KV cache in fp8 rounds more than is known here; `validate {name}` asks what is known")
+            differ = f"logprobs differ by {found.mean:.3g} on average, of which {bound:.2g} may be noise"
+            wrong(f"the answer with {name} {problem}: {differ}")
         return Judged(found, bound)
-
-    def unless_in_fp8(self, name: str) -> None:
-        """End the check, not made, where the cache is fp8: what is computed there is further from the exact than noise."""
-        if self.client.caches_in_fp8():
-            unchecked(f"a KV cache in fp8 rounds more than is known here; `validate {name}` asks what is known")
 
     def alive(self, when: str) -> None:
         """See that the server says that it is well."""
@@ -181,7 +180,7 @@ def used_as(name: str, given: Reply, *, whole: int | None = None) -> None:
     if [each.name for each in given.used] != [name]:
         wrong(f"a request with {name} was answered with {given.header!r}")
     [used] = given.used
-    if (had := used.injected + used.cached) == 0 or (whole is not None and had < whole):
+    if (had := used.injected + used.cached) < (whole or 1):
         wrong(f"of {name} {had} positions were injected, not {whole or 'any'}: the server computed the rest")
 
 

@@ -135,9 +135,9 @@ def test_bad_input(context: Context, tell: Tell) -> None:
             wrong(f"{what} was answered {reply.status_code}, not {wanted}: {reply.text[:120]}")
         if len(reply.text) < 10:
             wrong(f"{what} was answered {reply.status_code} without a reason")
-    for each in context.held:  # of whole chunks and one token more an engine computes one token, by a graph of its own
-        for asked in (question[:1], question):
-            context.ask(each, asked)
+    for each in context.held:  # behind whole chunks an engine computes one token, by a graph of its own
+        context.ask(each, question[:1])
+    context.ask(one, question)
     context.alive("bad input")
     tell(f"{len(refused)} refused with 4xx and a reason; a prompt of one token and the next one answered right")
 

@@ -6,7 +6,6 @@ import pytest
 
 from ..make.server import Reply
 from ..make.trial.maker import Held, Maker
-from .compare import compare_logprobs
 from .context import Context, Judged, Tell, by_model, rounding, summary, unchecked, used_as, wrong
 
 tier = pytest.mark.tier
@@ -15,29 +14,21 @@ tier = pytest.mark.tier
 @tier("0.5", "canary: the model's own forward pass")
 def test_canary(context: Context, tell: Tell) -> None:
     """Compare transformers' forward pass over the document with the answers from the cartridge: top-1 and logprobs."""
-    one, found, dense = context.held[0], [], 0.0
+    one, found = context.held[0], []
     for question in context.some(one, 3):
         given, bound = context.client.ask(question, [one.name]), context.bound(one, question)
         used_as(one.name, given, whole=one.whole)
         expected = context.dense(one, question)
         if context.maker is not None:
             prompt = [*one.ids, *question]
-            beside = compare_logprobs(by_model(context.maker, None, prompt, expected), expected)
-            dense = max(dense, beside.mean)
-            if not beside.within(bound):
-                context.unless_in_fp8(one.name)
-                wrong(
-                    f"the server's own dense answers are not transformers': logprobs differ by {beside.mean:.3g} on "
-                    f"average, of which {bound:.2g} may be noise"
-                )
+            exact = by_model(context.maker, None, prompt, expected)
+            context.like(one.name, expected, exact, bound, "in the prompt is not transformers'")
             expected = by_model(context.maker, None, prompt, given)
         found.append(context.like(one.name, given, expected, bound))
         likeliest = max(expected.top[0], key=lambda token: expected.top[0][token])
         if given.tokens[0] != likeliest and found[-1].apart.margin > bound:
             wrong(f"after {one.name} the likeliest token is {given.tokens[0]}, not {likeliest}")
-    with_what = "the server's dense prompt (no --model for transformers)"
-    if context.maker is not None:
-        with_what = f"transformers, whose largest difference to the server's dense prompt is {dense:.2f}"
+    with_what = "transformers" if context.maker else "the server's dense prompt (no --model for transformers)"
     tell(f"top-1 equal; {summary(found)}; against {with_what}")
 
 
