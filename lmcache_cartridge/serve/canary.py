@@ -12,7 +12,7 @@ import math
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 from blake3 import blake3
@@ -21,7 +21,6 @@ from vllm.engine.protocol import EngineClient
 from vllm.logger import init_logger
 
 from ..artifact.canary import Asked, Comparison, Expected, compare
-from ..artifact.manifest import Manifest
 from ..artifact.model import DTYPE_BYTES, Fingerprint
 from ..engine.client import ControlClient
 from ..engine.computed import answer, first_alone
@@ -50,66 +49,36 @@ class Unfinished(Exception):
     """The engine could not be asked now."""
 
 
-class Trial(NamedTuple):
-    """One cartridge of a selection with which the engine is tried: alone, or behind itself, with rotated keys."""
+def trials(selection: Selection) -> Iterator[tuple[Selection, int]]:
+    """Yield what an engine must answer right from before it answers from a selection: the first cartridge alone, later ones behind
+    themselves, with rotated keys. They have no token ids yet, which would be copied for each request, but where theirs begin.
+    """
+    start = 0
+    for manifest, place in zip(selection.injected, selection.places, strict=False):
+        times = 2 if start else 1
+        yield Selection((manifest,) * times, (place,) * times, (), None, adapter=selection.adapter), start
+        start += manifest.positions
 
-    manifest: Manifest
-    within: Selection
-    place: int
-    """Which of the selection it is. The first is tried alone, later ones behind themselves."""
 
-    @property
-    def is_behind(self) -> bool:
-        """Whether the cartridge stands behind itself."""
-        return self.place > 0
+def _questions(trial: Selection) -> tuple[Asked, ...]:
+    """Return the canary's questions; none where the manifest has none for this."""
+    canary = trial.manifests[0].canary
+    return () if canary is None else canary.after if len(trial.manifests) == 1 else canary.behind
 
-    @property
-    def positions(self) -> int:
-        """Positions of KV before a question."""
-        return self.manifest.positions * (1 + self.is_behind)
 
-    @property
-    def tag(self) -> str:
-        """The tag of `selection`."""
-        return ".".join([self.manifest.digest] * (1 + self.is_behind))
+def prefix(trial: Selection, chunk_tokens: int) -> tuple[int, int] | None:
+    """Return how many positions stand before a question, and how many of those are injected.
 
-    @property
-    def selection(self) -> Selection:
-        """What the engine is asked with. Copies token ids, so it is made for a trial that takes place only."""
-        times, start = 1 + self.is_behind, sum(m.positions for m in self.within.manifests[: self.place])
-        ids = self.within.token_ids[start : start + self.manifest.positions]
-        return Selection(
-            (self.manifest,) * times,
-            (self.within.places[self.place],) * times,
-            ids * times,
-            None,
-            adapter=self.within.adapter,
-        )
-
-    @property
-    def questions(self) -> tuple[Asked, ...]:
-        """The canary's questions; none where the manifest has none for this."""
-        canary = self.manifest.canary
-        return () if canary is None else canary.behind if self.is_behind else canary.after
-
-    @property
-    def longest(self) -> int:
-        """Positions that the longest question takes, with its answer."""
-        return self.positions + max(len(q.question) + len(q.answer.tokens) for q in self.questions)
-
-    def prefix(self, chunk_tokens: int) -> tuple[int, int] | None:
-        """Return how many positions stand before a question, and how many of those are injected.
-
-        Of a trained one all are. Of others the rest is computed, which gives a cartridge alone the same KV. Behind itself it
-        gives other KV, so there are whole chunks only; None where they are not whole on this engine.
-        """
-        whole = self.positions // chunk_tokens * chunk_tokens
-        injected = self.positions if self.manifest.kind == "trained" else whole
-        if not self.is_behind:
-            return self.positions, injected
-        canary = self.manifest.canary
-        reach = (canary and canary.behind_positions) or self.positions
-        return (reach, reach) if reach <= injected and (reach > whole or not reach % chunk_tokens) else None
+    Of a trained one all are. Of others the rest is computed, which gives a cartridge alone the same KV. Behind itself it
+    gives other KV, so there are whole chunks only; None where they are not whole on this engine.
+    """
+    manifest, positions = trial.manifests[0], trial.positions
+    whole = positions // chunk_tokens * chunk_tokens
+    injected = positions if manifest.kind == "trained" else whole
+    if len(trial.manifests) == 1:
+        return positions, injected
+    reach = (manifest.canary and manifest.canary.behind_positions) or positions
+    return (reach, reach) if reach <= injected and (reach > whole or not reach % chunk_tokens) else None
 
 
 class Canaries:
@@ -132,19 +101,12 @@ class Canaries:
         self._resolve, self._chunk_tokens = resolve, chunk_tokens
         self._fingerprint = fingerprint if settings.accept_weights and settings.canary != "required" else None
         self._ended: dict[Key, tuple[str, str | None]] = {}
-        """How trials ended, as `outcome` says it."""
-        self._keys: dict[str, Key] = {}
-        """Of cartridges alone, by `id@version`."""
+        """How trials ended, as `outcomes` says it."""
+        self.outcomes: dict[str, tuple[str, str | None]] = {}
+        """Of cartridges alone, by digest: `passed`, `accepted` or `failed`, and why it failed. Those are accepted that differ and
+        are served: the setting `accept_weights` says that it was measured."""
         self._asking: dict[Key, asyncio.Task[None]] = {}
         self._trying: asyncio.Task[None] | None = None
-
-    def outcome(self, name: str, digest: str) -> tuple[str | None, str | None]:
-        """Return `passed`, `accepted` or `failed` for `id@version`, and why it failed; None where the engine was not tried with it.
-
-        Those are accepted that differ and are served: the setting `accept_weights` says that it was measured.
-        """
-        key = self._keys.get(name)
-        return self._ended.get(key, (None, None)) if key and key[0] == digest else (None, None)
 
     def follow(self, ranks: Sequence[Mapping[str, Any]]) -> asyncio.Task[None] | None:
         """Have those tried whose document's text came in prompts that do not name them; return the task under way.
@@ -162,31 +124,29 @@ class Canaries:
             try:
                 selection = await self._resolve([Reference(id=row.name, source="registry")])
                 refusal: Exception | None = await self.check(selection)
-                if await self._tell(next(trials(selection))):
+                if await self._tell(next(trials(selection))[0]):
                     continue
                 refusal = refusal or CartridgeError("it has no canary that this engine could be asked")
             except (Refusal, CartridgeError) as error:
                 refusal = error
             logger.warning("%s answers those that name it at most: %s", row.name, refusal)
 
-    async def _tell(self, trial: Trial) -> bool:
+    async def _tell(self, trial: Selection) -> bool:
         """Tell the workers how a trial of a cartridge alone ended, or that there can be none; return whether it is trusted for all
         we know."""
-        digest, key = trial.manifest.digest, self._key(trial)
-        if key and (trial.is_behind or key not in self._ended):
+        key = self._key(trial)
+        if key and (len(trial.manifests) > 1 or key not in self._ended):
             return True  # nothing to tell
         is_right = key is not None and self._ended[key][1] is None
-        await self._client.ask("tried", digest, key[1] if key else "", is_right)
+        await self._client.ask("tried", trial.tag, key[1] if key else "", is_right)
         return is_right
 
     def known(self, selection: Selection) -> Refusal | None:
         """Return the refusal for a selection with a cartridge whose trial failed; None without one. Does not block."""
-        for trial in trials(selection) if self._settings.canary else ():
-            key = self._key(trial)
+        for trial, _ in trials(selection) if self._settings.canary else ():
+            key, manifest = self._key(trial), trial.manifests[0]
             if key in self._ended and (problem := self._ended[key][1]):
-                return Unservable(
-                    422, f"{trial.manifest.name} is set aside on this engine: {problem}", trial.manifest.digest
-                )
+                return Unservable(422, f"{manifest.name} is set aside on this engine: {problem}", manifest.digest)
         return None
 
     async def check(self, selection: Selection) -> Refusal | None:
@@ -195,61 +155,62 @@ class Canaries:
         Tries the engine with those it was not tried with since it started, and waits for that, `ready_timeout_s` at
         most. A cartridge without a canary passes unless the settings require one.
         """
-        for trial in trials(selection) if self._settings.canary else ():
-            name = trial.manifest.name
+        for trial, start in trials(selection) if self._settings.canary else ():
+            manifest = trial.manifests[0]
             if not (key := self._key(trial)):
                 if self._settings.canary == "required":
-                    message = f"{name} has no canary for this, and the server requires one"
-                    return Unservable(422, message, trial.manifest.digest)
+                    message = f"{manifest.name} has no canary for this, and the server requires one"
+                    return Unservable(422, message, manifest.digest)
                 continue
             try:
                 if key not in self._ended:
                     if key not in self._asking:
-                        self._asking[key] = asyncio.create_task(self._settle(key, trial))
+                        ids = selection.token_ids[start : start + manifest.positions] * len(trial.manifests)
+                        self._asking[key] = asyncio.create_task(self._settle(key, trial._replace(token_ids=ids)))
                     await asyncio.shield(self._asking[key])
             except Unfinished as reason:
-                return Refusal(503, f"{name} could not be tried on this engine: {reason}", retry_after_s=2)
+                return Refusal(503, f"{manifest.name} could not be tried on this engine: {reason}", retry_after_s=2)
             if refusal := self.known(selection):
                 return refusal
         return None
 
-    def _key(self, trial: Trial) -> Key | None:
+    def _key(self, trial: Selection) -> Key | None:
         """Return the key of a trial's result; None where there can be no trial."""
-        manifest = trial.manifest
-        if not trial.questions:
+        manifest = trial.manifests[0]
+        if trial.tag is None or not (questions := _questions(trial)):
             return None
+        longest = trial.positions + max(len(each.question) + len(each.answer.tokens) for each in questions)
         size = trial.positions * manifest.fingerprint.token_bytes
         if _in_fp8(self._engine.vllm_config):
             size //= DTYPE_BYTES[manifest.fingerprint.dtype]
-        if trial.longest > self._engine.vllm_config.model_config.max_model_len or (
-            trial.is_behind and size > self._settings.cpu_bytes
+        if longest > self._engine.vllm_config.model_config.max_model_len or (
+            len(trial.manifests) > 1 and size > self._settings.cpu_bytes
         ):
-            reason = f"no room for {trial.longest} positions"
-        elif trial.prefix(self._chunk_tokens) is None:
+            reason = f"no room for {longest} positions"
+        elif prefix(trial, self._chunk_tokens) is None:
             reason = f"its questions in a chain are not for chunks of {self._chunk_tokens}"
         else:
-            key = trial.tag, blake3(msgspec.json.encode(manifest.canary)).hexdigest(16)
-            if not trial.is_behind:
-                self._keys[manifest.name] = key
-            return key
+            return trial.tag, blake3(msgspec.json.encode(manifest.canary)).hexdigest(16)
         logger.warning_once("%s cannot be tried on this engine: %s", manifest.name, reason)
         return None
 
-    def _end(self, key: Key, trial: Trial, found: Comparison | None) -> None:
+    def _end(self, key: Key, trial: Selection, found: Comparison | None) -> None:
         """Note how a trial ended: with the first answer that was not as expected, None if all were."""
-        name, model, engine = trial.manifest.name, trial.manifest.fingerprint, self._fingerprint
-        weights = engine and "; ".join(model.base.differences(engine))  # in which it is of another model
+        manifest, engine = trial.manifests[0], self._fingerprint
+        weights = engine and "; ".join(manifest.fingerprint.base.differences(engine))  # in which it is of another model
         if found is None:
             self._ended[key] = "passed", None
         # Logprobs that are no numbers, or fewer than were asked for, are an engine's fault, whatever its weights.
         elif weights and math.isfinite(found.difference):
-            logger.warning("%s is served, as its weights are accepted (%s): %s", name, weights, found)
+            logger.warning("%s is served, as its weights are accepted (%s): %s", manifest.name, weights, found)
             self._ended[key] = "accepted", None
         else:
-            logger.error("%s is set aside on this engine: %s", name, found)
+            logger.error("%s is set aside on this engine: %s", manifest.name, found)
             self._ended[key] = "failed", str(found)
+        if len(trial.manifests) == 1:
+            self.outcomes[manifest.digest] = self._ended[key]
 
-    async def _settle(self, key: Key, trial: Trial) -> None:
+    async def _settle(self, key: Key, trial: Selection) -> None:
         """Try the engine, within `ready_timeout_s`. Raises `Unfinished`."""
         try:
             async with asyncio.timeout(self._settings.ready_timeout_s):
@@ -257,23 +218,23 @@ class Canaries:
                 await self._tell(trial)
         except (TimeoutError, Unfinished, Refusal, CartridgeError) as error:
             requests().count("canaries", "unfinished")
-            logger.warning("%s could not be tried on this engine: %r", trial.manifest.name, error)
+            logger.warning("%s could not be tried on this engine: %r", trial.names, error)
             raise Unfinished(str(error) or "it took too long") from None
         finally:
             del self._asking[key]
         requests().count("canaries", self._ended[key][0])
 
-    async def _examine(self, trial: Trial) -> Comparison | None:
+    async def _examine(self, trial: Selection) -> Comparison | None:
         """Return the first answer of the engine that is not as expected, None if all are."""
-        async with Claim(self._client, trial.selection) as claim:
+        async with Claim(self._client, trial) as claim:
             if not await claim.wait(self._settings) or not claim.is_whole:
                 raise Unfinished("it is not in memory")
 
             config = self._engine.vllm_config
-            before, whole = trial.prefix(self._chunk_tokens) or (0, 0)
+            before, whole = prefix(trial, self._chunk_tokens) or (0, 0)
             # Of its own, so that no request ever gets blocks that this one left; the later questions do.
             salt, model = uuid.uuid4().hex, config.model_config
-            ids, adapter = trial.selection.token_ids[:before], trial.within.adapter
+            ids, adapter = trial.token_ids[:before], trial.adapter
             transfer = {
                 TAG: trial.tag, GRANT: {"must_inject": whole, "adapter": adapter_name(adapter)}, SKIP_SAVE: True,
             }  # fmt: skip
@@ -283,17 +244,13 @@ class Canaries:
                     self._engine, [*ids, *asked.question], salt, transfer, len(asked.answer.tokens), _TOP, adapter
                 )
                 found = _compare(asked.expected(in_fp8=_in_fp8(config)), output, whole, model.logprobs_mode)
-                logger.info("%s%s: %s", trial.manifest.name, " behind itself" if trial.is_behind else "", found)
+                logger.info("%s: %s", trial.names, found)
                 return found
 
-            found = await first_alone(compared, trial.questions if whole else ())  # else nothing of it is ever injected
+            found = await first_alone(
+                compared, _questions(trial) if whole else ()
+            )  # else nothing of it is ever injected
             return next((each for each in found if not each.passed), None)
-
-
-def trials(selection: Selection) -> Iterator[Trial]:
-    """Yield the trials that an engine must pass before it answers from a selection."""
-    for place, manifest in enumerate(selection.injected):
-        yield Trial(manifest, selection, place)
 
 
 def _in_fp8(config: VllmConfig) -> bool:
