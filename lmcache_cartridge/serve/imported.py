@@ -43,8 +43,6 @@ _REFUSED_S = 60.0
 """How long a file that was refused is not looked at again, unless it changes."""
 _USED_S = 3600.0
 """What was used so recently is not removed for others."""
-_FRESH_S = 10.0
-"""How long an object on S3 is not asked for its revision again."""
 MEMORY_BYTES = 32 << 30
 """Address space that torch may take by itself; to it come four times the file."""
 _PIECE_BYTES = 64 << 20
@@ -93,17 +91,14 @@ class Imports:
         self._directory = settings.cache_dir / "imported"
         self._slots = threading.BoundedSemaphore(_AT_ONCE)
         self._refused: Lru[str, tuple[float, str]] = Lru(1000)
-        self._known: Lru[str, tuple[float, list[Any]]] = Lru(1000)
-        """What `_look` found of objects on S3, and when."""
         self.served: Served | None = None
         """None where nothing can be imported."""
 
-    def of(self, location: str, shown: str, *, force: bool = False) -> Path:
+    def of(self, location: str, shown: str) -> Path:
         """Return the artefact of a file, or of an object on S3, which is made first where there is none of it as it is now.
 
-        Blocks for that. S3 is asked whether an object changed at most every ten seconds, unless with `force`; where it cannot
-        be reached what was made before is had. Raises `Refusal`, which calls the place `shown`: 404, 422 for what cannot be
-        imported, and 503 where that cannot be done now.
+        Blocks for that. Raises `Refusal`, which calls the place `shown`: 404, 422 for what cannot be imported, and 503 where that
+        cannot be done now.
         """
         most = self._settings.imported_bytes
         if self.served is None or most == 0:
@@ -113,7 +108,7 @@ class Imports:
                 else "here; `lmcache-cartridge import` makes a cartridge of one"
             )
             raise Refusal(422, f"{shown}: no {SUFFIX} files are imported {why}")
-        looks = self._look(location, shown, force)
+        looks = self._look(location, shown)
         if (size := looks[0]) > most:
             raise Refusal(422, f"{shown} has {size} bytes, more than the setting imported_bytes")
         key = blake3(msgspec.json.encode([location, looks, self.served])).hexdigest(16)
@@ -129,7 +124,7 @@ class Imports:
                 ) as work:  # fmt: skip
                     self._make_room(size, shown)
                     made = self._import(self.served, location, size, Path(work), key, shown)
-                    if self._look(location, shown, True) != looks:
+                    if self._look(location, shown) != looks:
                         raise Refusal(503, f"{shown} is being changed", retry_after_s=2)
                     if not (root / reading.MANIFEST).is_file():  # else another process was first
                         shutil.rmtree(root, ignore_errors=True)  # half of one that somebody removed
@@ -141,27 +136,19 @@ class Imports:
             os.utime(root)  # it is used
         return root
 
-    def _look(self, location: str, shown: str, force: bool) -> list[Any]:
+    def _look(self, location: str, shown: str) -> list[Any]:
         """Return the size of a file or object, and what changes when it does. Raises `Refusal`."""
-        known = None
         try:
-            if not is_remote(location):
-                path = Path(location)
-                beside = (other.stat() for name in _BESIDE if (other := path.parent / name).is_file())
-                stats = [path.stat(), *beside]
-                return [stats[0].st_size, *((s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns) for s in stats)]
-            known = self._known.get(location)
-            if known is None or force or self._clock() >= known[0] + _FRESH_S:
-                revision = self._source.revision(location, "")
-                known = self._known.put(location, (self._clock(), [self._source.size(location, ""), revision]))
-        except SourceError as error:
-            if isinstance(error, SourceNotFound):
-                raise Refusal(404, f"no cartridge is at {shown}") from None
-            if known is None:
-                raise Refusal(503, f"{shown} cannot be reached", retry_after_s=5) from None
-        except OSError:
+            if is_remote(location):
+                return [self._source.size(location, ""), self._source.revision(location, "")]
+            path = Path(location)
+            beside = (other.stat() for name in _BESIDE if (other := path.parent / name).is_file())
+            stats = [path.stat(), *beside]
+            return [stats[0].st_size, *((s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns) for s in stats)]
+        except (OSError, SourceNotFound):
             raise Refusal(404, f"no cartridge is at {shown}") from None
-        return known[1]
+        except SourceError:
+            raise Refusal(503, f"{shown} cannot be reached", retry_after_s=5) from None
 
     def _import(self, served: Served, location: str, size: int, work: Path, key: str, shown: str) -> Path:
         """Return the directory that a child has made. Raises `OSError`, and `Refusal`, which is remembered."""

@@ -83,14 +83,13 @@ def plan(
     vllm_args: Sequence[str] = (),
     mode: Mode = "in-process",
     l1_bytes: int = 0,
-    lmcache_port: int = 0,
     saves: bool = True,
     l2_adapters: Sequence[str] = (),
 ) -> Launch:
     """Return how to serve `model` with the cartridges of `settings.home`; starts nothing.
 
-    In multiprocess mode LMCache's server has `l1_bytes` of memory of its own and listens at `lmcache_port`. 0 means:
-    as much as the registered cartridges need, and a free port. It `saves` what vLLM computes, there and in `l2_adapters`,
+    In multiprocess mode LMCache's server has `l1_bytes` of memory of its own; 0 means as much as the registered cartridges
+    need. It `saves` what vLLM computes, there and in `l2_adapters`,
     each as `lmcache server --l2-adapter` takes it. In-process LMCache saves it in so many bytes of each worker's memory,
     0 for nothing. Raises `UnsupportedEngine` where vLLM or LMCache is not
     installed or not of a proven version, and for options that do not go with cartridges, or not in this mode.
@@ -134,7 +133,7 @@ def plan(
     }
     lmcache = None
     if mode == "multiprocess":
-        port = lmcache_port or free_port()
+        port = free_port()
         lmcache = lmcache_command(
             settings, chunk_tokens, l1_bytes=l1_bytes, port=port, saves=role == "kv_both", more_places=l2_adapters
         )

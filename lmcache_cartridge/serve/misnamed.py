@@ -39,22 +39,20 @@ def find(fields: Mapping[str, Any], read: Collection[str]) -> str | None:
     for name, value in fields.items():
         if value is not None and name not in read and len(name) <= _LONGEST and _sounds_like_us(name):
             return name
-    return _inside(fields, "", ("messages", "input", *_CONTAINERS))
+    return _inside(fields, "", _CONTAINERS)
 
 
 def _inside(fields: Mapping[str, Any], place: str, containers: Iterable[str]) -> str | None:
     """Return the path of a field that can only be ours in an inner object, of which others may have fields of any name."""
     for name in containers:
-        inside = fields.get(name)
-        for item in inside if isinstance(inside, list) else [inside]:
-            if not isinstance(item, Mapping):
-                continue
-            path = f"{place}{name}{'[]' if item is not inside else ''}."
-            for inner, value in item.items():
-                if value is not None and _letters(inner) in _INNER:
-                    return path + inner
-            if (deeper := _inside(item, path, (*_CONTAINERS, "kv_transfer_params"))) is not None:
-                return deeper
+        if not isinstance(inside := fields.get(name), Mapping):
+            continue
+        path = f"{place}{name}."
+        for inner, value in inside.items():
+            if value is not None and _letters(inner) in _INNER:
+                return path + inner
+        if (deeper := _inside(inside, path, (*_CONTAINERS, "kv_transfer_params"))) is not None:
+            return deeper
     return None
 
 

@@ -417,7 +417,7 @@ class Resolver:
             path = self._local(reference)
             return path if path.is_dir() else self.imports.of(str(path), _shown(reference))
         self._check_bucket(reference)
-        return self.imports.of(reference.id, _shown(reference), force=reference.force_redownload)
+        return self.imports.of(reference.id, _shown(reference))
 
 
 def _under(setting: str, places: Sequence[Any]) -> str:

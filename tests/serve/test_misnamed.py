@@ -10,18 +10,18 @@ from lmcache_cartridge.serve import misnamed
 
 READ = ("cartridges",)
 WRONG = [
-    "cartridge", "Cartridges", "CARTRIDGES", "cartridge_id", "cartridge_ids", "cartridgeId", "kv_cartridges", "cartrdges",
-    "cartrigdes", "catridge", "cartidges", "cart_ridges", "cartridges ", "cardridges",
-]  # fmt: skip
-PLACES = [
-    "metadata", "vllm_xargs", "extra_args", "extra_body.extra_body", "sampling_params.extra_args.kv_transfer_params",
-    "extra_body.kv_transfer_params", "messages[]", "input[]",
-]  # fmt: skip
-VLLM = [
-    "model", "messages", "prompt", "max_tokens", "temperature", "stream", "stream_options", "tools", "tool_choice", "stop",
-    "metadata", "cache_salt", "kv_transfer_params", "response_format", "structured_outputs", "chat_template", "priority",
-    "chat_template_kwargs", "logprobs", "suffix", "echo", "include_reasoning", "parallel_tool_calls", "char", "carriages_x",
-]  # fmt: skip
+    "cartridge",
+    "CARTRIDGES",
+    "cartridgeId",
+    "kv_cartridges",
+    "cartrigdes",
+    "catridge",
+    "cart_ridges",
+    "cartridges ",
+    "cardridges",
+]
+PLACES = ["metadata", "extra_body.extra_body", "sampling_params.extra_args.kv_transfer_params"]
+VLLM = ["cache_salt", "chat_template", "parallel_tool_calls", "char", "carriages_x"]
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -35,7 +35,7 @@ def test_a_slip_is_found_in_the_bytes_and_in_the_fields(name):
 def test_a_field_that_stands_in_another_object_is_found(place):
     fields: Any = {"cartridge": ["a"]}
     for part in reversed(place.split(".")):
-        fields = {part.removesuffix("[]"): [fields] if part.endswith("[]") else fields}
+        fields = {part: fields}
     assert misnamed.find(fields, READ) == f"{place}.cartridge"
 
 
