@@ -51,9 +51,10 @@ class Home:
         self._opened: list[CartridgeStore] = []
         self.made: dict[str, Made] = {}
 
-    def make(self, name: str = "doc", **arguments: Any) -> Made:
-        self.made[name] = make_artifact(self.root(name), cartridge_id=name, **({"positions": 72} | arguments))
-        self.registry.register(self.root(name))
+    def make(self, name: str = "doc", *, version: int = 1, promote: bool = True, **arguments: Any) -> Made:
+        root, arguments = self.root(name, version), {"positions": 72} | arguments
+        self.made[name] = make_artifact(root, cartridge_id=name, version=version, **arguments)
+        self.registry.register(root, promote=promote)
         return self.made[name]
 
     def check_served(self, store: CartridgeStore, *names: str) -> None:
@@ -70,8 +71,8 @@ class Home:
         for row in self.registry.having([digest]):
             self.quarantine.put(digest, reason, row.location)
 
-    def root(self, name: str = "doc") -> Path:
-        return self.path / "cartridges" / name / "1"
+    def root(self, name: str = "doc", version: int = 1) -> Path:
+        return self.path / "cartridges" / name / str(version)
 
     def payload(self, name: str = "doc") -> Path:
         return self.root(name) / PAYLOAD

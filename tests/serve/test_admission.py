@@ -19,7 +19,6 @@ from making import make_artifact
 from waiting import until
 
 with quietly():
-    from lmcache_cartridge.engine.host_api import control_paths
     from lmcache_cartridge.serve import admission as admitting
     from lmcache_cartridge.serve.admission import Admission
 
@@ -28,7 +27,7 @@ from lmcache_cartridge.artifact.reading import MANIFEST, PAYLOAD
 from lmcache_cartridge.engine.control import ControlServer
 from lmcache_cartridge.errors import RegistryError
 from lmcache_cartridge.serve.request import Reference, Refusal
-from lmcache_cartridge.settings import SECRET_VARIABLE, from_mapping
+from lmcache_cartridge.settings import from_mapping
 
 
 @pytest.fixture
@@ -55,15 +54,6 @@ def serve(home, store):
     gc.collect()  # who still refers to a claim
     until(lambda: store.status()["claims"] == 0)
     threading.Thread(target=server.close).start()
-
-
-def test_ranks_that_share_a_store_are_asked_once(tmp_path):
-    """As those of latent attention do in multiprocess mode, whose workers all name the one adapter's socket."""
-    one, other = (str(tmp_path / name) for name in ("one", "other"))
-    for path in (one, other):
-        Path(path).touch()
-    engine = SimpleNamespace(collective_rpc=partial(_answer, [one, one, other]))
-    assert _run(control_paths(engine)) == [one, other]
 
 
 async def _answer(answer: Any, method: str) -> Any:
@@ -197,11 +187,3 @@ def test_force_redownload_drops_what_is_in_memory_for_administrators_only(serve,
         claimed(store, home.registry.find(name).digest).close()
     _run(_admit(serve(admin=admin), "hot", force_redownload=True))
     assert store.cpu.stats().evicted == evicted
-
-
-def test_servers_make_the_same_salts_with_one_secret_and_others_without(serve, monkeypatch):
-    monkeypatch.setenv(SECRET_VARIABLE, "s" * 40)
-    shared = [serve().secret for _ in range(2)]
-    assert shared[0] == shared[1] == b"s" * 40
-    monkeypatch.delenv(SECRET_VARIABLE)
-    assert len({serve().secret for _ in range(3)}) == 3

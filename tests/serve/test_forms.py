@@ -9,9 +9,6 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, example, given
-from hypothesis import settings as examples
-from hypothesis import strategies as st
 from making import make_artifact, make_fingerprint
 
 from lmcache_cartridge.engine.forms import EXTRA, SKIP_SAVING, configure, from_forms, saves_nowhere
@@ -86,15 +83,6 @@ def test_one_path_or_name_is_everybodys_cartridge(place):
     assert names(place, extra, {"cartridges": [str(place / "b")]}) == 404
 
 
-def test_a_relative_path_is_taken_against_the_working_directory_once(place, monkeypatch):
-    monkeypatch.chdir(place)
-    values = from_forms({"cartridge_path": "x.pt"})
-    assert values == from_forms({"cartridge_path": str(place / "x.pt")})
-    settings = from_mapping(values)
-    monkeypatch.chdir("/")
-    assert Router(settings).choose({}, None, "m")[0].id == str(place / "x.pt")
-
-
 def test_remote_paths_are_the_only_ones_of_their_bucket(place):
     values = from_forms({"cartridges": {"here": str(place / "a"), "there": REMOTE}, "cartridge.buckets": ["other"]})
     assert (values["roots"], values["buckets"]) == ([str(place / "a")], ["other", "bucket/team/b"])
@@ -131,36 +119,6 @@ def test_what_is_wrong_is_refused_by_name(place, extra, problem):
     with pytest.raises(SettingsError, match=problem) as caught:
         from_forms(_at(extra, place))
     assert str(caught.value).startswith(EXTRA)
-
-
-_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.sampled_from(["a", "/{a}", "/{x.pt}", REMOTE, "label", "explicit", "static"])
-    | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3)
-    | st.dictionaries(st.sampled_from(["a", "cartridge_id", "path", "type", "field", "composites"]), inner, max_size=3),
-    max_leaves=8,
-)  # fmt: skip
-
-
-@examples(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@example(extra={"cartridge.roots": ["\x1f"]})
-@given(
-    extra=st.dictionaries(
-        st.sampled_from(["cartridge_path", "cartridges", "router", "cartridge.roots", "cartridge.static", "lmcache.x"]),
-        _values,
-    )
-)
-def test_whatever_is_written_is_settings_or_refused_and_names_nothing_but_what_was_given(place, extra):
-    extra = _at(extra, place)
-    try:
-        settings = from_mapping(from_forms(extra))
-    except SettingsError:
-        return
-    given = json.dumps(extra).replace("//", "/")  # a path has single slashes
-    assert all(json.dumps(str(root))[1:-1] in given for root in settings.roots)
-    assert all(f"s3://{bucket}" in json.dumps(extra) for bucket in settings.buckets)
-    if extra.get("cartridge_path"):
-        assert settings.static == {"*": str(Path(extra["cartridge_path"]))} or settings.static["*"].startswith("s3://")
 
 
 def test_every_process_writes_the_same_yaml_and_reads_its_settings_there(place, home):

@@ -52,8 +52,7 @@ EVERYBODY: dict[str, Any] = {"router": "static", "static": {"*": "a"}}
 ROUTED = [
     ({}, "/v1/completions/", {"json": NAMED}, 400),  # another path is another route
     *((values, path, {"json": body}, status) for values, path, body, status in (
-        (WARD, "/detokenize", {"ward": "x"}, 400), (WARD, "/v1/completions", {"ward": "x"}, 200),
-        (EVERYBODY, "/generative_scoring", {}, 400), (EVERYBODY, http.MESSAGES, {}, 200),
+        (WARD, "/detokenize", {"ward": "x"}, 400), (EVERYBODY, "/generative_scoring", {}, 400),
         (EVERYBODY, "/detokenize", {}, 200),  # nothing is generated
         ({}, "/invocations", {"cartridges_required": True}, 400), ({}, "/tokenize", {"cartridges_required": True}, 200),
         *(({}, "/tokenize", {"cartridges_required": flag}, status) for flag, status in (

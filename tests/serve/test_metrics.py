@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from waiting import until
 from watching import Watched, value
 
 from lmcache_cartridge.serve import metrics
@@ -46,7 +45,7 @@ def _values(text: str, *names: str, **labels: str) -> list[float | None]:
 
 
 @pytest.mark.parametrize("watched", [False], indirect=True, ids=["without device"])
-def test_evictions_pins_claims_refusals_and_quarantines_are_told(watched):
+def test_pins_claims_refusals_and_evictions_are_told(watched):
     made = watched.make("a")
     watched.make("alien", dtype="float16")
     store, digest = watched.stores[0], made.manifest.digest
@@ -54,21 +53,14 @@ def test_evictions_pins_claims_refusals_and_quarantines_are_told(watched):
     def told(*names: str, **labels: str) -> list[float | None]:
         return _values(watched.exposition(), *names, rank="0", **labels)
 
-    assert told("served_cartridges", "refused_cartridges") == [1, 1]
     watched.look_up(made, "a")
     store.pin(digest)
-    claim = store.claim(digest, {})
-    assert told("pinned_cartridges", "open_claims") + told("held_chunks", tier="cpu") == [1, 1, 4]
-    assert told("oldest_claim_seconds")[0] > 0
-    claim.close()
+    with closing(store.claim(digest, {})):
+        assert told("served_cartridges", "refused_cartridges", "pinned_cartridges", "open_claims") == [1] * 4
+        assert told("held_chunks", tier="cpu") == [4] and told("oldest_claim_seconds")[0] > 0
     store.unpin(digest)
     store.evict(digest)
     assert told("evicted_total", "resident_bytes", tier="cpu") + told("open_claims") == [4, 0, 0]
-    payload = watched.settings.cartridges_dir / "a" / "1" / "payload.safetensors"
-    payload.write_bytes(bytes(reversed(payload.read_bytes())))
-    with closing(store.claim(digest, {})):
-        until(lambda: told("quarantined_cartridges") == [1])
-    assert min(told("failed_total", tier="cpu") + told("corrupt_copies_total", tier="source")) >= 1
 
 
 # What is missing or wrong.
@@ -106,22 +98,14 @@ def test_requests_are_counted_once_by_how_they_end():
         return {s.labels["outcome"]: s.value for s in samples if s.name == f"{PREFIX}requests_total"}
 
     assert counted() == {"used": 0, "document": 0}, "there from the start, so that rates see the first"
-    for outcome in ("used", "used", "document", None):
+    for outcome in ("used", None):
         with requests.request() as ended:
             ended.value = outcome
     for error in (GracefulHTTPError("x", HTTPStatus.NOT_FOUND), ValueError(), asyncio.CancelledError()):
         with pytest.raises(type(error)), requests.request() as ended:
             ended.value = "used"
             raise error
-    assert counted() == {"used": 2, "document": 1, "refused_404": 1, "failed": 1, "abandoned": 1}
-
-
-def test_a_wait_is_measured_whatever_comes_of_it():
-    requests = RequestMetrics(registry := CollectorRegistry())
-    with pytest.raises(KeyError), requests.wait():
-        raise KeyError
-    told = generate_latest(registry).decode()
-    assert _values(told, "waiting_requests", "request_wait_seconds_count") == [0, 1]
+    assert counted() == {"used": 1, "document": 0, "refused_404": 1, "failed": 1, "abandoned": 1}
 
 
 # Grafana.

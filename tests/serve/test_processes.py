@@ -66,7 +66,7 @@ def _gone(pid: int) -> bool:
 
 @pytest.mark.parametrize(
     ("number", "stubborn"),
-    [(signal.SIGTERM, ""), (signal.SIGINT, ""), (signal.SIGHUP, ""), (signal.SIGTERM, _STUBBORN)],
+    [(signal.SIGINT, ""), (signal.SIGHUP, ""), (signal.SIGTERM, _STUBBORN)],
 )
 def test_a_signal_ends_both_servers_and_what_they_started(files, number, stubborn):
     worker = _python(stubborn + _SLEEP, files[1])[-1]
@@ -78,11 +78,17 @@ def test_a_signal_ends_both_servers_and_what_they_started(files, number, stubbor
 
 @pytest.mark.parametrize("dying", [0, 1])
 def test_the_death_of_one_server_ends_the_other_and_says_so(files, dying):
-    with _pair(*(_python(_SLEEP, file) for file in files), files) as (pair, pids):
+    """And what LMCache's leaves in shared memory is removed."""
+    name = f"cartridge-test-{os.getpid()}"
+    left = Path("/dev/shm") / f"lmcache_l1_pool_{name}"
+    left.touch()
+    lmcache, vllm = (_python(_SLEEP, file) for file in files)
+    with _pair([*lmcache, "--shm-name", name], vllm, files) as (pair, pids):
         os.kill(pids[dying], signal.SIGKILL)
         assert pair.wait(60) != 0
         assert ("LMCache", "vLLM")[dying] in pair.stderr.read().decode().splitlines()[0]
         until(lambda: all(map(_gone, pids)))
+        assert not left.exists()
 
 
 @pytest.mark.parametrize(("status", "pairs"), [(0, 1), (7, 7)])
@@ -95,17 +101,6 @@ def test_the_servers_end_when_the_pair_is_killed(files):
     with _pair(*(_python(_SLEEP, file) for file in files), files) as (pair, pids):
         pair.kill()
         until(lambda: all(map(_gone, pids)))
-
-
-def test_shared_memory_left_by_a_killed_server_is_removed(files):
-    name = f"cartridge-test-{os.getpid()}"
-    left = Path("/dev/shm") / f"lmcache_l1_pool_{name}"
-    left.touch()
-    lmcache = [*_python(_SLEEP, files[0]), "--shm-name", name]
-    with _pair(lmcache, _python(_SLEEP, files[1]), files[:1]) as (pair, _):
-        pair.terminate()
-        pair.wait(60)
-        assert not left.exists()
 
 
 _DRAINS = """
