@@ -120,7 +120,8 @@ class Parent:
                 with ours, theirs:
                     theirs.set_inheritable(True)
                     words = [sys.executable, __file__, str(theirs.fileno())]
-                    os.posix_spawn(sys.executable, words, self._environment)
+                    # In a group of its own: it ends when we do, and what it forked before that.
+                    os.posix_spawn(sys.executable, words, self._environment, setpgroup=0)
                     self._file = ours.makefile("rw")
                 atexit.register(self._file.close)  # which ends what was forked and still runs
             self._file.write(json.dumps(question) + "\n")
