@@ -2,8 +2,7 @@
 
     python benchmarks/chaos.py [--full]
 
-Clients ask a real vLLM server for six cartridges, three of which begin with the same text, beside prompts that name none: one in
-six leaves before its answer. There is memory for one and a half of them. Half lie in a directory, half on a real S3 server behind
+Clients ask a real vLLM server for six cartridges, three of which begin with the same text: one in six leaves before its answer. There is memory for one and a half of them. Half lie in a directory, half on a real S3 server behind
 a proxy. Versions and a label move all the time. Then, one after the other: the bucket is slow, or never answers; the directory
 hangs (Linux has whoever opens a file wait for a lease); no file may grow, as on a full disk; the engine's core and LMCache's
 server are killed, and the server started again, as a supervisor does.
@@ -91,7 +90,6 @@ class World:
 
     def __init__(self, scratch: Path, server: MotoServer, proxy: FaultyProxy) -> None:
         self.scratch, self.proxy = scratch, proxy
-        self.ids: dict[str, list[int]] = {}
         self.answers: dict[str, dict[tuple[str, str], Fact]] = {}
         """By version and question."""
         self.meant: dict[str, list[Meaning]] = defaultdict(list)
@@ -114,7 +112,6 @@ class World:
         ]
         ids = self.model.encode("\n".join(part.text for part in parts), special=True)
         kv = prefill(self.model, ids)
-        self.ids[version] = ids
         facts = sure(self.model, kv, parts[1].facts)
         self.answers[version] = {fact[:2]: fact for fact in facts}
         root = self.scratch / "made" / name / number
@@ -169,24 +166,24 @@ class Client:
             while not self._world.over.is_set():
                 began = time.monotonic()
                 name = self._random.choice(NAMES)
-                outcome = self.ask(http, name, plain=self._random.random() < 0.1, leaves=self._random.random() < 1 / 6)
+                outcome = self.ask(http, name, leaves=self._random.random() < 1 / 6)
                 self._world.asked.append(Asked(self._world.phase, outcome, time.monotonic() - began))
                 if outcome not in (RIGHT, LEFT):
                     time.sleep(0.2)
 
-    def ask(self, http: httpx.Client, name: str, *, plain: bool = False, leaves: bool = False) -> str:
-        """Return what became of a question to what `name` means; a `plain` one has the document of a version as its prompt."""
+    def ask(self, http: httpx.Client, name: str, *, leaves: bool = False) -> str:
+        """Return what became of a question to what `name` means."""
         world, sent = self._world, time.monotonic()
         question = self._random.choice(self._questions[name])
-        text, version = ask(Fact(*question, ""), 0), ""
-        body: dict[str, Any] = {"model": MODEL, "max_tokens": 1, "temperature": 0}
+        body = {
+            "model": MODEL,
+            "max_tokens": 1,
+            "temperature": 0,
+            "prompt": ask(Fact(*question, ""), 0),
+            "cartridges": [name],
+        }
         if self._random.random() < 0.5:
             body["cache_salt"] = uuid.uuid4().hex
-        if plain:
-            version = next(iter(world.meanings(name, sent)))
-            body["prompt"] = [*world.ids[version], *world.model.encode(" " + text, special=False)]
-        else:
-            body |= {"prompt": text, "cartridges": [name]}
         try:
             reply = http.post(f"{world.url}/v1/completions", json=body, timeout=0.05 if leaves else 120)
         except httpx.TimeoutException:
@@ -200,13 +197,10 @@ class Client:
         [choice], told = reply.json()["choices"], reply.headers.get("x-cartridges", "")
         if choice["finish_reason"] == "abort":  # so vLLM answers what it has not begun when it is told to end
             return CUT_OFF
-        used = version if plain else told.partition(";")[0]
-        if choice["text"].strip() == world.answers[used][question].value and used in {
-            version,
-            *world.meanings(name, sent - LAG_S),
-        }:
+        used = told.partition(";")[0]
+        if used in world.meanings(name, sent - LAG_S) and choice["text"].strip() == world.answers[used][question].value:
             return RIGHT
-        report.say(f"wrong: {question} of {version or name} is not {choice}; {told}")
+        report.say(f"wrong: {question} of {name} is not {choice}; {told}")
         return WRONG
 
 
@@ -254,7 +248,7 @@ class Supervisor:
     def _kill(self, process: psutil.Process) -> None:
         process.kill()
         until(lambda: self._server.poll() is not None)  # else the server outlives its engine
-        self._stack.close()
+        self.close()
         self.start()
 
     def close(self) -> None:
@@ -383,16 +377,14 @@ def figures(asked: Sequence[Asked], mode: str) -> list[report.Figure]:
         found.append(report.Figure.counted(count.total(), "other errors", "answers", len(of_phase), **about))
         if right := [each.seconds for each in of_phase if each.outcome == RIGHT]:
             found.append(report.Figure.of(right, "right answer", "s", **about))
-            found.append(report.Figure.tail(right, "right answer", "s", **about))
     return found
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the benchmark."""
     bench = report.Benchmark(__file__, __doc__, ["artifact", "library", "sources", "memory", "engine", "serve"])
-    bench.parser.add_argument("--mode", choices=MODES, help="this one alone")
     options = bench.start(arguments)
-    modes = [options.mode] if options.mode else MODES[1:] if options.smoke else MODES
+    modes = MODES[1:] if options.smoke else MODES
     clients, phase_s, within_s = (4, 2.0, 60.0) if options.smoke else (16, 120.0 if options.full else 30.0, 60.0)
     torch.set_num_threads(1)
     found = []

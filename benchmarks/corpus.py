@@ -13,31 +13,31 @@ import random
 import shutil
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import report
 from recall.ward import write_document
 from sizes import SHAPES, TINY
 from ttft import make_model
 
-PARTS = {"canary": ("canary", "make"), "comparison": ("prefill", "passed_canary")}
-"""What is timed within: of servers, and with the document; by the module and the name that it is called by."""
 
-
-def timed(spent: Counter[str], part: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that also counts its seconds."""
+@contextmanager
+def timed(seconds: list[float], module: Any, name: str) -> Iterator[None]:
+    """Have a function of a module note its seconds meanwhile, of each call."""
+    call = getattr(module, name)
 
     def run(*given: Any, **more: Any) -> Any:
         started = time.perf_counter()
-        try:
-            return call(*given, **more)
-        finally:
-            spent[part] += time.perf_counter() - started
+        found = call(*given, **more)
+        seconds.append(time.perf_counter() - started)
+        return found
 
-    return run
+    with patch.object(module, name, run):
+        yield
 
 
 def measure(name: str, directory: Path, count: int, tokens: int, home: Path) -> list[report.Figure]:
@@ -48,37 +48,26 @@ def measure(name: str, directory: Path, count: int, tokens: int, home: Path) -> 
     from lmcache_cartridge.make.model import CausalModel
     from lmcache_cartridge.settings import Settings
 
-    spent: Counter[str] = Counter()
-    modules = {"canary": canary, "prefill": prefill}
-    unchanged = {part: getattr(modules[module], call) for part, (module, call) in PARTS.items()}
-    for part, (module, call) in PARTS.items():
-        setattr(modules[module], call, timed(spent, part, unchanged[part]))
     model, batch = CausalModel(str(directory)), Batch(Recipe(model=str(directory)), Settings(home=home))
     texts = [write_document(random.Random(f"corpus {n}"), tokens).text for n in range(count + 1)]
-    alone, built = [], []
+    alone, built, asked, compared = [], [], [], []
     for number, text in enumerate(texts):
         ids = model.encode(text, special=True)
         alone.append(report.timed(lambda ids=ids: list(model.prefill(ids, 256))))
         started = time.perf_counter()
-        row = batch.add(Source(f"document-{number}", f"document-{number}", text.encode()))
+        with timed(asked, canary, "make"), timed(compared, prefill, "passed_canary"):
+            row = batch.add(Source(f"document-{number}", f"document-{number}", text.encode()))
         built.append(time.perf_counter() - started)
         if row.problem is not None:
             raise RuntimeError(row.problem)
-        if not number:
-            alone.clear(), built.clear(), spent.clear()
         if number % 50 == 0:
             report.say(f"{number} of {count}")
     batch.close()
-    for part, (module, call) in PARTS.items():
-        setattr(modules[module], call, unchanged[part])
+    times = {"build": built, "prefill alone": alone, "comparison": compared, "canary": asked}
+    ratio = sum(built[1:]) / sum(alone[1:])
     return [
-        report.Figure.counted(sum(built) / sum(alone), "build over prefill", "ratio", count, model=name, tokens=tokens),
-        report.Figure.of(built, "build", "s", model=name, tokens=tokens),
-        report.Figure.of(alone, "prefill alone", "s", model=name, tokens=tokens),
-        *(
-            report.Figure.counted(seconds / count, part, "s", count, model=name, tokens=tokens)
-            for part, seconds in spent.items()
-        ),
+        report.Figure.counted(ratio, "build over prefill", "ratio", count, model=name, tokens=tokens),
+        *(report.Figure.of(each[1:], what, "s", model=name, tokens=tokens) for what, each in times.items()),
     ]
 
 

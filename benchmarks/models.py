@@ -13,17 +13,15 @@ wrong in one is its row's. `docs/generate.py` makes part of docs/compatibility.m
 
 from __future__ import annotations
 
-import argparse
 import json
+import multiprocessing
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import traceback
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -177,20 +175,19 @@ def _apart(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).abs().max())
 
 
-def in_process_of_its_own(logs: Path, name: str) -> list[Row]:
-    """Run one family in a process of its own and return its rows."""
-    log = logs / f"{name.replace(' ', '-')}.log"
-    with tempfile.TemporaryDirectory() as scratch, log.open("w") as text:
-        command = [sys.executable, __file__, "--one", name]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TMPDIR": scratch}
+def rows_of(name: str) -> list[Row]:
+    """Return the rows of one family."""
+    with tempfile.TemporaryDirectory() as scratch:
+        return list(one_family(name, Path(scratch)))
+
+
+def in_process_of_its_own(name: str) -> list[Row]:
+    """Return the rows of one family, whose process is ended where it takes too long."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
         try:
-            done = subprocess.run(
-                command, stdout=subprocess.PIPE, stderr=text, text=True, timeout=_TIMEOUT_S, env=environment
-            )
-        except subprocess.TimeoutExpired:
-            return [Row(name, "all", note=f"not done in {_TIMEOUT_S} s")]
-        rows = [Row(**json.loads(line)) for line in done.stdout.splitlines() if line.startswith("{")]
-        return rows or [Row(name, "all", note=f"ended with {done.returncode}; see {log}")]
+            return pool.apply_async(rows_of, (name,)).get(_TIMEOUT_S)
+        except Exception as error:
+            return [Row(name, "all", note=f"not done in {_TIMEOUT_S} s: {error!r}")]
 
 
 def figures(rows: Sequence[Row]) -> list[report.Figure]:
@@ -213,20 +210,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     bench.parser.add_argument("--families", help="names with commas between them (default: all)")
     bench.parser.add_argument("--jobs", type=int, default=2, help="families at once (default %(default)s)")
-    bench.parser.add_argument("--one", help=argparse.SUPPRESS)
     options = bench.start(arguments)
-    if options.one:
-        with tempfile.TemporaryDirectory() as scratch:
-            for row in one_family(options.one, Path(scratch)):
-                print(json.dumps(row._asdict()), flush=True)
-        return 0
+    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     names = options.families.split(",") if options.families else ["llama"] if options.smoke else list(FAMILIES)
     if unknown := sorted({*names} - {*FAMILIES}):
         bench.parser.error(f"no family is called {', '.join(unknown)}; there are {', '.join(FAMILIES)}")
     rows = []
-    logs = Path(tempfile.mkdtemp(prefix="cartridge-models-"))
     with ThreadPoolExecutor(options.jobs) as pool:
-        for found in pool.map(partial(in_process_of_its_own, logs), names):
+        for found in pool.map(in_process_of_its_own, names):
             report.say(f"{found[0].family}: {', '.join(row.note or 'served' for row in found)}")
             rows += found
     bench.publish(figures(rows))
