@@ -51,18 +51,15 @@ class Served(NamedTuple):
         """Post a context and return it once it is made."""
         reply = self.post(**body)
         assert reply.status_code in (200, 202), reply.text
-        found: list[Any] = [reply.json()]
-        salt = {"cache_salt": body["cache_salt"]} if "cache_salt" in body else {}
+        found, salt = reply.json(), {name: value for name, value in body.items() if name == "cache_salt"}
 
-        def is_made() -> bool:
-            if found[-1]["state"] != "making":
-                return True
-            found.append(self.get(found[0]["id"], **salt).json())
-            return False
+        def told() -> Any:
+            return self.get(found["id"], **salt).json() if found["state"] == "making" else found
 
-        until(is_made)
-        assert found[-1]["state"] in ("resident", "cold"), found[-1]
-        return found[-1]
+        until(lambda: told()["state"] != "making")
+        made = told()
+        assert made["state"] in ("resident", "cold"), made
+        return made
 
     def get(self, name: str = "", asker: Asker | None = None, **query: str) -> Any:
         return (asker or self.asker).http.get(f"{ROUTE}/{name}" if name else ROUTE, params=query)

@@ -55,11 +55,9 @@ def test_a_document_that_a_server_made_answers_and_nothing_of_it_is_left_there(s
     assert load_token_ids(manifest, root).tolist() == ward.ids and len(manifest.canary.after) == 4
     assert (manifest.name, manifest.provenance.document) == ("sheet@1", "sheet.txt")
     served.right(manifest.id, ward, 12)
-    again = [*_options(served, tmp_path, "--id", manifest.id), "--document", str(document)]
-    assert main(again) == 0
-    assert len(Registry(from_mapping({"home": tmp_path}).registry_path).all()) == 1, (
-        "the same content is no new version"
-    )
+    assert main(_options(served, tmp_path, "--id", manifest.id, "--document", str(document))) == 0
+    rows = Registry(from_mapping({"home": tmp_path}).registry_path).all()
+    assert len(rows) == 1, "the same content is no new version"
 
 
 def test_token_ids_are_made_too_and_stored_in_int8(served, tmp_path):
@@ -90,9 +88,7 @@ def test_a_context_that_has_the_text_already_stays_as_it_is(served, tmp_path):
     try:
         assert main(_options(served, tmp_path, "--id", "copy", "--document", str(document))) == 0
         now = served.get("mine").json()
-        assert {name: now[name] for name in ("digest", "expires_at")} == {
-            name: there[name] for name in ("digest", "expires_at")
-        }
+        assert (now["digest"], now["expires_at"]) == (there["digest"], there["expires_at"])
         served.right("mine", ward, 4)
         assert served.named() >= {"mine"} and len(served.places()) == 1
     finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 from contextlib import ExitStack
@@ -13,14 +12,14 @@ import foreign
 import numpy as np
 import pytest
 import torch
-from serving import SERVER_ARGS, question_ids, stored_kv
+from matrix import Way, stock
+from serving import question_ids, stored_kv
 from wards import MODEL, Asker
 
 from lmcache_cartridge.artifact.writing import ArtifactWriter
 from lmcache_cartridge.cli.recall import SHEETS_DIR, load_sheet
 from lmcache_cartridge.make import prefill
 from lmcache_cartridge.make.model import CausalModel
-from lmcache_cartridge.serve.launch import Launch, server_command
 from lmcache_cartridge.serve.processes import ServerProcess
 
 PUBLISHED = "vllm.distributed.kv_transfer.kv_connector.v1.cartridge_connector"
@@ -74,14 +73,9 @@ def served(tmp_path_factory):
         "router": {"type": "label", "field": "cartridge_id"},
         "cartridge.roots": [str(files)], "cartridge.ready_timeout_s": 300,
     }  # fmt: skip
-    transfer = {
-        "kv_connector": "CartridgeConnector", "kv_connector_module_path": PUBLISHED, "kv_role": "kv_both",
-        "kv_connector_extra_config": extra,
-    }  # fmt: skip
-    command = [*server_command(MODEL), *SERVER_ARGS, "--enable-prompt-tokens-details"]
-    command += ["--kv-transfer-config", json.dumps(transfer)]
-    environment = {"LMCACHE_CARTRIDGE_HOME": str(home), "LMCACHE_CARTRIDGE_CACHE": str(home / "cache")}
-    launch = Launch(place / "unused.yaml", "", environment, command, {})
+    transfer = {"kv_connector": "CartridgeConnector", "kv_connector_module_path": PUBLISHED, "kv_role": "kv_both"}
+    way = Way(None, {"LMCACHE_CARTRIDGE_CACHE": str(home / "cache")}, extra, transfer)
+    launch = stock(home, home, way, options=("--enable-prompt-tokens-details",))
     with ExitStack() as stack:
         with pytest.MonkeyPatch.context() as here:
             here.chdir(place)
