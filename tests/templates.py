@@ -45,3 +45,10 @@ WARD = (
     "{% else %}{{ ' ' + message.content + eos_token }}{% endif %}{% endfor %}"
 )
 """For the shipped model, in words that it knows: a system prompt of its own, and tools before the system's text."""
+IN_TURN = (
+    "{{ bos_token }}{% if messages[-1].role == 'system' %}{{ raise_exception('a user must follow') }}{% endif %}"
+    "{% for message in messages %}{% if message.role == 'user' %}{% if loop.index0 == 1 %}{{ messages[0].content + ' ' }}{% endif %}"
+    "{{ 'Q: ' + message.content + ' A:' }}{% elif message.role == 'assistant' %}{{ ' ' + message.content + eos_token }}{% endif %}"
+    "{% endfor %}"
+)
+"""For it too, as Gemma's and Llama-2's: the system's text stands in the user's first turn, and alone it is refused."""

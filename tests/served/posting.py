@@ -15,7 +15,7 @@ from matrix import PARALLEL
 from processor import noise
 from recall.ward import Fact, ask
 from serving import SERVER_ARGS, faulty
-from templates import WARD
+from templates import IN_TURN, WARD
 from waiting import until
 from wards import MODEL, Answer, Asker, Ward, content, patients, write_ward
 
@@ -126,7 +126,7 @@ def serving(
     """Serve a home, by a plugin that has no faults until a file names some."""
     given = from_mapping({"home": home, "contexts": True, "ready_timeout_s": 600} | settings)
     template = home / "template.jinja"
-    template.write_text(WARD)
+    template.write_text(f"{{% if in_turn %}}{IN_TURN}{{% else %}}{WARD}{{% endif %}}")
     words = [*SERVER_ARGS, *options, "--chat-template", str(template), "--api-key", *KEYS]
     launch = faulty(plan(MODEL, given, vllm_args=words, mode=mode, l1_bytes=256 << 20))
     fault = home / "fault.json"

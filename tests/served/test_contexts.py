@@ -159,7 +159,9 @@ def test_messages_are_kept_as_the_beginning_of_a_chat(served, first):
     turns = [{"role": "user", "content": content(ward.facts[0])}, {"role": "assistant", "content": ward.facts[0].value}]
     served.made(messages=[*body["messages"], *turns], id="turns", chat_template_kwargs={"tools": None})
     served.chats_right("turns", ward, 4)
-    for name in ("chat", "turns"):
+    served.made(**body, id="in-turn", chat_template_kwargs={"in_turn": True})
+    served.chats_right("in-turn", ward, 4)
+    for name in ("chat", "turns", "in-turn"):
         assert served.delete(name) == 200
 
 
