@@ -196,7 +196,7 @@ def memory_objects(shape: ChunkShape) -> Callable[[Any], MemoryObj]:
         return made
 
     # Else a request would find out that LMCache's have changed.
-    over(SimpleNamespace(bytes=torch.empty(0), close=lambda: None))
+    over(SimpleNamespace(bytes=torch.empty(0), close=lambda: None)).ref_count_down()
     return over
 
 

@@ -28,6 +28,7 @@ from inprocess import (
 )  # fmt: skip
 from invariants import check
 from lmcache.utils import CacheEngineKey
+from lmcache.v1 import memory_management
 from lmcache.v1.memory_management import MemoryFormat, MemoryObj
 from making import heads_bytes, make_ids
 from waiting import until
@@ -183,6 +184,15 @@ def _says_nothing(plugin: CartridgeBackend, keys: list[CacheEngineKey]) -> None:
 def _release(objects: list[MemoryObj]) -> None:
     for memory_object in objects:
         memory_object.ref_count_down()
+
+
+def test_the_memory_object_that_a_start_tries_is_given_back(serving, monkeypatch):
+    """Else LMCache warned of a leak at each start."""
+    warned = []
+    monkeypatch.setattr(memory_management.logger, "warning", lambda *told: warned.append(told))
+    backend.memory_objects(serving.store.shape)
+    gc.collect()
+    assert not warned
 
 
 @pytest.mark.parametrize(
