@@ -103,7 +103,7 @@ def serving(watched: Watched, key: str | None = None) -> Iterator[str]:
     async def ask(method: str) -> list[Any]:
         return [getattr(store, method)() for store in watched.stores]
 
-    nobody_asked = SimpleNamespace(outcomes={})
+    nobody_asked = SimpleNamespace(outcome=lambda *_: (None, None))
     add_routes(
         app,
         SimpleNamespace(

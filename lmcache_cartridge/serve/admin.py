@@ -227,7 +227,7 @@ def _states(admission: Admission, ranks: Ranks, rows: list[RegistryEntry]) -> li
     contexts = admission.resolver.contexts.of([row.id for row in rows])
 
     def described(row: RegistryEntry) -> dict[str, Any]:
-        outcome, failed = admission.canaries.outcomes.get(row.digest, (None, None))
+        outcome, failed = admission.canaries.outcome(row.name, row.digest)
         refused = (rank["refused"][row.name] for rank in ranks if row.name in rank["refused"])
         quarantined = quarantine.reason(row.digest, row.location)
         reason = quarantined or next(refused, failed)

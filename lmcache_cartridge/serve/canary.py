@@ -101,12 +101,19 @@ class Canaries:
         self._resolve, self._chunk_tokens = resolve, chunk_tokens
         self._fingerprint = fingerprint if settings.accept_weights and settings.canary != "required" else None
         self._ended: dict[Key, tuple[str, str | None]] = {}
-        """How trials ended, as `outcomes` says it."""
-        self.outcomes: dict[str, tuple[str, str | None]] = {}
-        """Of cartridges alone, by digest: `passed`, `accepted` or `failed`, and why it failed. Those are accepted that differ and
-        are served: the setting `accept_weights` says that it was measured."""
+        """How trials ended, as `outcome` says it."""
+        self._keys: dict[str, Key] = {}
+        """Of cartridges alone, by `id@version`: a copy of the same content may have another canary."""
         self._asking: dict[Key, asyncio.Task[None]] = {}
         self._trying: asyncio.Task[None] | None = None
+
+    def outcome(self, name: str, digest: str) -> tuple[str | None, str | None]:
+        """Return `passed`, `accepted` or `failed` for `id@version`, and why it failed; None where the engine was not tried with it.
+
+        Those are accepted that differ and are served: the setting `accept_weights` says that it was measured.
+        """
+        key = self._keys.get(name)
+        return self._ended.get(key, (None, None)) if key and key[0] == digest else (None, None)
 
     def follow(self, ranks: Sequence[Mapping[str, Any]]) -> asyncio.Task[None] | None:
         """Have those tried whose document's text came in prompts that do not name them; return the task under way.
@@ -190,7 +197,10 @@ class Canaries:
         elif prefix(trial, self._chunk_tokens) is None:
             reason = f"its questions in a chain are not for chunks of {self._chunk_tokens}"
         else:
-            return trial.tag, blake3(msgspec.json.encode(manifest.canary)).hexdigest(16)
+            key = trial.tag, blake3(msgspec.json.encode(manifest.canary)).hexdigest(16)
+            if len(trial.manifests) == 1:
+                self._keys[manifest.name] = key
+            return key
         logger.warning_once("%s cannot be tried on this engine: %s", manifest.name, reason)
         return None
 
@@ -207,8 +217,6 @@ class Canaries:
         else:
             logger.error("%s is set aside on this engine: %s", manifest.name, found)
             self._ended[key] = "failed", str(found)
-        if len(trial.manifests) == 1:
-            self.outcomes[manifest.digest] = self._ended[key]
 
     async def _settle(self, key: Key, trial: Selection) -> None:
         """Try the engine, within `ready_timeout_s`. Raises `Unfinished`."""

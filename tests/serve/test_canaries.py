@@ -242,7 +242,7 @@ def test_what_accepted_weights_change_is_said_and_blocks_nothing_unless_canaries
         a, b, doc = await _tags(admission, "a", "b", "doc")
         engine.wrong, engine.off = {b, doc, f"{a}.{a}"}, off
         assert await _ask(admission, "doc", "a") == ("kv" if is_served else 422)
-        assert admission.canaries.outcomes[doc][0] == ("accepted" if is_served else "failed")
+        assert admission.canaries.outcome("doc@1", doc)[0] == ("accepted" if is_served else "failed")
         assert await _found(store, hashes) == (4 if is_served else 0)
         assert await _each(admission, "b", "a") == [422, "kv"]
 

@@ -134,8 +134,8 @@ def serve(
 
     def driven(launch: Launch) -> Launch:
         """Return a start of which LMCache's server moves the blocks."""
-        words = ["lmcache_driven" if cell.has_groups and each == "engine_driven" else each for each in launch.lmcache]
-        return launch._replace(lmcache=words)
+        words = ["lmcache_driven" if each == "engine_driven" else each for each in launch.lmcache or ()]
+        return launch._replace(lmcache=words) if cell.has_groups else launch
 
     l1 = 128 << 20 if cell.saves or cell.mode == "multiprocess" else 0
     given: dict[str, Any] = {"mode": cell.mode, "chunk_tokens": cell.chunk, "saves": cell.saves, "l1_bytes": l1}
